@@ -1,0 +1,366 @@
+"""The nouns that cross process boundaries: targets, placements, plans and the plan record.
+
+A plan (paper section 5.2, Pi_t) says, for one target, which experts the redundant slots hold and how
+many pairs each of those replicas runs; the primary of an expert runs the remainder. `PlanLayout` is
+the byte layout of its fixed-size record, normative in `docs/wire.md`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from afore_kernels.errors import InfeasiblePlanError, PlanError, ShapeError
+
+Int32Array = npt.NDArray[np.int32]
+UInt8Array = npt.NDArray[np.uint8]
+
+PLAN_MAGIC = 0x4C504641  # b"AFPL"
+PLAN_VERSION = 1
+PLAN_HEADER = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u4"),
+        ("record_bytes", "<u4"),
+        ("rejection", "<i4"),
+        ("sequence", "<i8"),
+        ("step", "<i8"),
+        ("layer", "<i4"),
+        ("microbatch", "<i4"),
+        ("tile_m", "<i4"),
+        ("num_copies", "<i4"),
+        ("rejected_rank", "<i4"),
+        ("reserved", "<u4"),
+        ("reserved2", "<u4"),
+        ("checksum", "<u4"),
+    ]
+)
+HEADER_WORDS = PLAN_HEADER.itemsize // 4
+CHECKSUM_WORD = HEADER_WORDS - 1
+RECORD_ALIGNMENT = 64
+
+
+class Target(NamedTuple):
+    """One microbatch at one MoE layer of one serving step (the paper's m_t)."""
+
+    step: int
+    layer: int
+    microbatch: int
+
+
+class ReplicaCopy(NamedTuple):
+    """One expert weight transfer from the expert's primary into a redundant slot."""
+
+    expert: int
+    worker: int
+    slot: int
+
+
+class Rejection(enum.IntEnum):
+    """Why the scheduler published a target as rejected: no worker executes it."""
+
+    NONE = 0
+    DEMAND_TIMEOUT = 1
+    TARGET_MISMATCH = 2
+    BAD_DEMAND = 3
+
+
+@dataclass(frozen=True)
+class PrimaryPlacement:
+    """Fixed primaries: expert e lives on one worker, in contiguous blocks of near-equal size.
+
+    The first `num_experts % num_workers` workers hold one primary more than the others, so any expert
+    count fits any worker count.
+    """
+
+    num_experts: int
+    num_workers: int
+    redundant_slots: int
+
+    @cached_property
+    def primary_starts(self) -> Int32Array:
+        """First expert of each worker, int32 [num_workers + 1]."""
+        each, extra = divmod(self.num_experts, self.num_workers)
+        worker = np.arange(self.num_workers + 1, dtype=np.int32)
+        return (worker * each + np.minimum(worker, extra)).astype(np.int32)
+
+    @cached_property
+    def primary_worker(self) -> Int32Array:
+        """Worker of each expert's primary, int32 [num_experts]."""
+        counts = np.diff(self.primary_starts)
+        return np.repeat(np.arange(self.num_workers, dtype=np.int32), counts)
+
+    def primaries(self, worker: int) -> range:
+        """Experts whose primary is on `worker`; expert `primaries(w)[s]` is in local slot s."""
+        return range(int(self.primary_starts[worker]), int(self.primary_starts[worker + 1]))
+
+    def num_slots(self, worker: int) -> int:
+        """Slots of `worker` per layer: primaries first, then redundant (the paper's K_w)."""
+        return len(self.primaries(worker)) + self.redundant_slots
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """One published plan (the paper's Pi_t), or a published rejection.
+
+    Attributes:
+        target: what it plans.
+        sequence: its position in the tier's single order of targets.
+        tile_m: pairs per tile (Eq. 4), the kernels' block M.
+        demand: pairs per expert d_t, int32 [num_experts].
+        rank_tokens: tokens of each attention rank, int32 [num_ranks]; the gathered order is rank order.
+        slot_expert: projected slot table C_t, int32 [num_workers, redundant_slots], -1 = empty.
+        slot_pairs: pairs each replica runs, int32 [num_workers, redundant_slots].
+        slot_copy: 1 where the replica must first be copied (Delta_t), uint8, same shape.
+        rejection: why no worker executes this target, or `Rejection.NONE`.
+        rejected_rank: the attention rank the rejection is about, or -1.
+    """
+
+    target: Target
+    sequence: int
+    tile_m: int
+    demand: Int32Array
+    rank_tokens: Int32Array
+    slot_expert: Int32Array
+    slot_pairs: Int32Array
+    slot_copy: UInt8Array
+    rejection: Rejection = Rejection.NONE
+    rejected_rank: int = -1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all ranks."""
+        return int(self.rank_tokens.sum())
+
+    @property
+    def copies(self) -> list[ReplicaCopy]:
+        """The new weight copies Delta_t in worker, slot order."""
+        workers, slots = np.nonzero(self.slot_copy)
+        return [
+            ReplicaCopy(int(self.slot_expert[w, r]), int(w), int(r))
+            for w, r in zip(workers, slots)
+        ]
+
+    def validate(self, placement: PrimaryPlacement) -> None:
+        """Check every constraint a plan must satisfy on its own.
+
+        Raises:
+            InfeasiblePlanError: naming the constraint, the worker and the slot.
+        """
+
+        def fail(what: str) -> None:
+            raise InfeasiblePlanError(f"plan {self.sequence} for {self.target}: {what}")
+
+        def fail_where(bad: npt.NDArray[np.bool_], what: str) -> None:
+            if bad.any():
+                worker, slot = np.argwhere(bad)[0]
+                fail(f"{what} at worker {worker}, redundant slot {slot}")
+
+        num_experts = placement.num_experts
+        expert = self.slot_expert
+        if self.tile_m < 1 or self.tile_m & (self.tile_m - 1):
+            fail(f"tile_m {self.tile_m} is not a power of two")
+        if (self.demand < 0).any():
+            fail(f"negative demand for expert {int(np.argmin(self.demand))}")
+        if (self.rank_tokens < 0).any():
+            fail(f"negative token count of rank {int(np.argmin(self.rank_tokens))}")
+        fail_where((expert < -1) | (expert >= num_experts), "expert id out of range")
+        bound = expert >= 0
+        fail_where((self.slot_pairs < 0), "negative pair count")
+        fail_where((self.slot_pairs > 0) & ~bound, "pairs in an empty slot")
+        fail_where((self.slot_copy > 1), "copy flag is neither 0 nor 1")
+        fail_where((self.slot_copy == 1) & ~bound, "copy into a slot without an expert")
+        worker_of_slot = np.arange(placement.num_workers)[:, None]
+        fail_where(
+            bound & (placement.primary_worker[expert] == worker_of_slot),
+            "replica of an expert beside its primary",
+        )
+        ordered = np.sort(expert, axis=1)
+        repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+        if repeated.any():
+            fail(f"an expert holds two slots of worker {int(np.argwhere(repeated)[0, 0])}")
+        replica_pairs = np.zeros(num_experts, np.int64)
+        np.add.at(replica_pairs, expert[bound], self.slot_pairs[bound])
+        if (replica_pairs > self.demand).any():
+            first = int(np.argmax(replica_pairs > self.demand))
+            fail(
+                f"replicas of expert {first} run {replica_pairs[first]} pairs of {self.demand[first]}"
+            )
+
+    def validate_after(self, previous: Plan) -> None:
+        """Check that no copy goes into a slot that the preceding plan `previous` uses (U_t).
+
+        Raises:
+            InfeasiblePlanError: naming the worker and the slot.
+        """
+        if previous.target.layer != self.target.layer:
+            return
+        unsafe = (self.slot_copy == 1) & (previous.slot_pairs > 0)
+        if unsafe.any():
+            worker, slot = np.argwhere(unsafe)[0]
+            raise InfeasiblePlanError(
+                f"plan {self.sequence} for {self.target} copies into worker {worker}, redundant slot "
+                f"{slot}, which plan {previous.sequence} for {previous.target} uses"
+            )
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def record_checksum(words: Int32Array, checksum_word: int) -> np.uint32:
+    """FNV-1a over a record's 32-bit words, taking the checksum word itself as 0.
+
+    Each step is a bijection of the running hash, so every single-word change is detected.
+    """
+    value = np.uint32(2166136261)
+    for i in range(words.size):
+        word = np.uint32(0) if i == checksum_word else np.uint32(words[i])
+        value = np.uint32((value ^ word) * np.uint32(16777619))
+    return value
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+
+
+@dataclass(frozen=True)
+class PlanLayout:
+    """Byte layout of a plan record for one tier; see `docs/wire.md`.
+
+    All offsets are in 32-bit words from the start of the record.
+    """
+
+    placement: PrimaryPlacement
+    num_ranks: int
+
+    @cached_property
+    def _num_replica_slots(self) -> int:
+        return self.placement.num_workers * self.placement.redundant_slots
+
+    @property
+    def demand_word(self) -> int:
+        """Start of `demand`."""
+        return HEADER_WORDS
+
+    @property
+    def rank_tokens_word(self) -> int:
+        """Start of `rank_tokens`."""
+        return self.demand_word + self.placement.num_experts
+
+    @property
+    def slot_expert_word(self) -> int:
+        """Start of `slot_expert`."""
+        return self.rank_tokens_word + self.num_ranks
+
+    @property
+    def slot_pairs_word(self) -> int:
+        """Start of `slot_pairs`."""
+        return self.slot_expert_word + self._num_replica_slots
+
+    @property
+    def slot_copy_word(self) -> int:
+        """Start of `slot_copy`, one byte per slot."""
+        return self.slot_pairs_word + self._num_replica_slots
+
+    @cached_property
+    def record_bytes(self) -> int:
+        """Size of one record, a multiple of 64."""
+        return _aligned(4 * self.slot_copy_word + self._num_replica_slots)
+
+    def _body(
+        self, record: UInt8Array
+    ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array, UInt8Array]:
+        words = record.view(np.int32)
+        shape = (self.placement.num_workers, self.placement.redundant_slots)
+        copy_byte = 4 * self.slot_copy_word
+        return (
+            words[self.demand_word : self.rank_tokens_word],
+            words[self.rank_tokens_word : self.slot_expert_word],
+            words[self.slot_expert_word : self.slot_pairs_word].reshape(shape),
+            words[self.slot_pairs_word : self.slot_copy_word].reshape(shape),
+            record[copy_byte : copy_byte + self._num_replica_slots].reshape(shape),
+        )
+
+    def pack(self, plan: Plan) -> UInt8Array:
+        """Serialise `plan` into a new record, uint8 [record_bytes].
+
+        Raises:
+            ShapeError: if an array of the plan does not have the tier's shape.
+        """
+        record = np.zeros(self.record_bytes, np.uint8)
+        values = (
+            plan.demand,
+            plan.rank_tokens,
+            plan.slot_expert,
+            plan.slot_pairs,
+            plan.slot_copy,
+        )
+        for field, value in zip(self._body(record), values):
+            if field.shape != value.shape or field.dtype != value.dtype:
+                raise ShapeError(
+                    f"plan field is {value.dtype} {value.shape}, the record holds "
+                    f"{field.dtype} {field.shape}"
+                )
+            field[...] = value
+        header = record[: PLAN_HEADER.itemsize].view(PLAN_HEADER)
+        header[0] = (
+            PLAN_MAGIC,
+            PLAN_VERSION,
+            self.record_bytes,
+            int(plan.rejection),
+            plan.sequence,
+            *plan.target,
+            plan.tile_m,
+            int(plan.slot_copy.sum()),
+            plan.rejected_rank,
+            0,
+            0,
+            0,
+        )
+        header["checksum"] = record_checksum(record.view(np.int32), CHECKSUM_WORD)
+        return record
+
+    def unpack(self, record: UInt8Array) -> Plan:
+        """Read and validate a record; the plan owns copies of its arrays.
+
+        Args:
+            record: uint8 [record_bytes], contiguous.
+
+        Raises:
+            PlanError: if size, magic, version, checksum or header fields are not valid.
+            InfeasiblePlanError: if the plan breaks a constraint.
+        """
+        if record.size != self.record_bytes:
+            raise PlanError(f"plan record has {record.size} bytes, expected {self.record_bytes}")
+        record = record.copy()
+        header = record[: PLAN_HEADER.itemsize].view(PLAN_HEADER)[0]
+        expected = {
+            "magic": PLAN_MAGIC,
+            "version": PLAN_VERSION,
+            "record_bytes": self.record_bytes,
+            "checksum": int(record_checksum(record.view(np.int32), CHECKSUM_WORD)),
+        }
+        for name, value in expected.items():
+            if int(header[name]) != value:
+                raise PlanError(f"plan record has {name} {int(header[name]):#x}, expected {value:#x}")
+        if int(header["rejection"]) not in set(Rejection):
+            raise PlanError(f"plan record has unknown rejection {int(header['rejection'])}")
+        plan = Plan(
+            Target(int(header["step"]), int(header["layer"]), int(header["microbatch"])),
+            int(header["sequence"]),
+            int(header["tile_m"]),
+            *self._body(record),
+            Rejection(int(header["rejection"])),
+            int(header["rejected_rank"]),
+        )
+        if int(header["num_copies"]) != int(plan.slot_copy.sum()):
+            raise PlanError(
+                f"plan record announces {int(header['num_copies'])} copies, flags "
+                f"{int(plan.slot_copy.sum())}"
+            )
+        plan.validate(self.placement)
+        return plan
