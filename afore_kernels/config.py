@@ -161,6 +161,7 @@ class TierConfig(_JsonRecord):
         overlap_copies: submit copies when the plan is read; False puts them on the critical path
             (ablation).
         targets_in_flight: depth of every per-rank queue; a rank may be this far ahead of its replies.
+        plan_ring_depth: plans kept in the ring; recent ones stay readable for reports.
         tile_time_us: beta_tile, time of one tile (Eq. 8).
         slot_time_us: time per active slot; 0 gives the paper's Eq. 8.
         copy_time_us: time of one expert copy.
@@ -182,6 +183,7 @@ class TierConfig(_JsonRecord):
     demand_source: DemandSource = "target"
     overlap_copies: bool = True
     targets_in_flight: int = 4
+    plan_ring_depth: int = 4096
     tile_time_us: float = 50.0
     slot_time_us: float = 0.0
     copy_time_us: float = 50.0
@@ -204,6 +206,7 @@ class TierConfig(_JsonRecord):
         _require_choice("demand_source", self.demand_source, get_args(DemandSource))
         _require(isinstance(self.overlap_copies, bool), "overlap_copies must be true or false")
         _require_int("targets_in_flight", self.targets_in_flight, 1, 1024)
+        _require_int("plan_ring_depth", self.plan_ring_depth, 1, 2**20)
         for name in ("tile_time_us", "slot_time_us", "copy_time_us", "window_us"):
             _require_finite(name, getattr(self, name), 0.0)
         for name in ("demand_timeout_s", "reply_timeout_s", "startup_timeout_s"):

@@ -1,0 +1,105 @@
+"""CPU streams: the model stream is the calling thread, the migration stream a copy thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from afore_kernels.errors import PeerLost
+from afore_kernels.runtime.devices import Event
+
+
+class CpuEvent:
+    """An event of a CPU stream; it carries the failure of the work before it, if any."""
+
+    def __init__(self) -> None:
+        self._passed = threading.Event()
+        self._error: BaseException | None = None
+
+    def set(self, error: BaseException | None = None) -> None:
+        """Mark the point as passed."""
+        self._error = error
+        self._passed.set()
+
+    def is_done(self) -> bool:
+        """Whether the stream has passed the point."""
+        return self._passed.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until the stream has passed the point; raises what the stream's work raised."""
+        passed = self._passed.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return passed
+
+
+class InlineStream:
+    """Runs work at once in the calling thread, so every event it records has already passed."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run `work`."""
+        work()
+
+    def record_event(self) -> CpuEvent:
+        """A passed event."""
+        event = CpuEvent()
+        event.set()
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        """Block until `event`.
+
+        Raises:
+            PeerLost: if it does not come within the timeout.
+        """
+        if not event.wait(self._timeout_s):
+            raise PeerLost(f"an event did not come within {self._timeout_s} s")
+
+    def close(self) -> None:
+        """Nothing is pending."""
+
+
+class ThreadStream:
+    """Runs work in order on its own thread; a failure is raised by every later event."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Queue `work`; it is skipped once earlier work has failed."""
+        self._work.put(lambda: None if self._error else work())
+
+    def record_event(self) -> CpuEvent:
+        """An event behind all submitted work."""
+        event = CpuEvent()
+        self._work.put(lambda: event.set(self._error))
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        """Hold later work until `event`."""
+
+        def wait() -> None:
+            if not event.wait(self._timeout_s):
+                raise PeerLost(f"an event did not come within {self._timeout_s} s")
+
+        self.submit(wait)
+
+    def close(self) -> None:
+        """Finish the submitted work and end the thread."""
+        self._work.put(None)
+        self._thread.join(self._timeout_s)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except BaseException as error:  # reported by every later event
+                self._error = error
