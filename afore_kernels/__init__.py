@@ -1,7 +1,7 @@
 """A Triton-kernel-centric MoE FFN executor with overlapped expert reconfiguration.
 
-The public names below are loaded on first use, so that processes which need no torch (the scheduler)
-do not import it.
+The public names below are loaded on first use, so that processes which need no torch (the
+scheduler) do not import it.
 """
 
 from importlib import import_module

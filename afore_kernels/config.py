@@ -77,7 +77,8 @@ class Activation(_JsonRecord):
         alpha: factor inside the sigmoid of `silu`.
         limit: clamp bound, or None.
         linear_offset: added to `up`.
-        interleaved: rows of gate_up alternate gate, up, gate, ... instead of all gates then all ups.
+        interleaved: rows of gate_up alternate gate, up, gate, ... instead of all gates then all
+            ups.
     """
 
     kind: ActivationKind = "silu"
@@ -98,8 +99,8 @@ class Activation(_JsonRecord):
 class MoEConfig(_JsonRecord):
     """Shapes of the MoE layers served by a tier.
 
-    `tile_m` is owned here alone: the planner's Eq. 4, the tile metadata and the kernels' block M all
-    take it from the plan, which takes it from this record (paper section 5.1).
+    `tile_m` is owned here alone: the planner's Eq. 4, the tile metadata and the kernels' block M
+    all take it from the plan, which takes it from this record (paper section 5.1).
 
     Attributes:
         num_layers: number of MoE layers, numbered from 0.
@@ -132,7 +133,8 @@ class MoEConfig(_JsonRecord):
         _require_choice("dtype", self.dtype, get_args(Dtype))
         _require_int("tile_m", self.tile_m, 1, 1024)
         _require(
-            self.tile_m & (self.tile_m - 1) == 0, f"tile_m must be a power of two, got {self.tile_m}"
+            self.tile_m & (self.tile_m - 1) == 0,
+            f"tile_m must be a power of two, got {self.tile_m}",
         )
         _require(isinstance(self.activation, Activation), "activation must be an Activation")
 
@@ -160,7 +162,8 @@ class TierConfig(_JsonRecord):
         demand_source: plan from the target's demand, or from the previous step's (ablation).
         overlap_copies: submit copies when the plan is read; False puts them on the critical path
             (ablation).
-        targets_in_flight: depth of every per-rank queue; a rank may be this far ahead of its replies.
+        targets_in_flight: depth of every per-rank queue; a rank may be this far ahead of its
+            replies.
         plan_ring_depth: plans kept in the ring; recent ones stay readable for reports.
         tile_time_us: beta_tile, time of one tile (Eq. 8).
         slot_time_us: time per active slot; 0 gives the paper's Eq. 8.

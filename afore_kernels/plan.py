@@ -1,8 +1,8 @@
 """The nouns that cross process boundaries: targets, placements, plans and the plan record.
 
-A plan (paper section 5.2, Pi_t) says, for one target, which experts the redundant slots hold and how
-many pairs each of those replicas runs; the primary of an expert runs the remainder. `PlanLayout` is
-the byte layout of its fixed-size record, normative in `docs/wire.md`.
+A plan (paper section 5.2, Pi_t) says, for one target, which experts the redundant slots hold and
+how many pairs each of those replicas runs; the primary of an expert runs the remainder.
+`PlanLayout` is the byte layout of its fixed-size record, normative in `docs/wire.md`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -75,8 +75,8 @@ class Rejection(enum.IntEnum):
 class PrimaryPlacement:
     """Fixed primaries: expert e lives on one worker, in contiguous blocks of near-equal size.
 
-    The first `num_experts % num_workers` workers hold one primary more than the others, so any expert
-    count fits any worker count.
+    The first `num_experts % num_workers` workers hold one primary more than the others, so any
+    expert count fits any worker count.
     """
 
     num_experts: int
@@ -114,7 +114,8 @@ class Plan:
         sequence: its position in the tier's single order of targets.
         tile_m: pairs per tile (Eq. 4), the kernels' block M.
         demand: pairs per expert d_t, int32 [num_experts].
-        rank_tokens: tokens of each attention rank, int32 [num_ranks]; the gathered order is rank order.
+        rank_tokens: tokens of each attention rank, int32 [num_ranks]; the gathered order is rank
+            order.
         slot_expert: projected slot table C_t, int32 [num_workers, redundant_slots], -1 = empty.
         slot_pairs: pairs each replica runs, int32 [num_workers, redundant_slots].
         slot_copy: 1 where the replica must first be copied (Delta_t), uint8, same shape.
@@ -143,8 +144,7 @@ class Plan:
         """The new weight copies Delta_t in worker, slot order."""
         workers, slots = np.nonzero(self.slot_copy)
         return [
-            ReplicaCopy(int(self.slot_expert[w, r]), int(w), int(r))
-            for w, r in zip(workers, slots)
+            ReplicaCopy(int(self.slot_expert[w, r]), int(w), int(r)) for w, r in zip(workers, slots)
         ]
 
     def validate(self, placement: PrimaryPlacement) -> None:
@@ -190,7 +190,8 @@ class Plan:
         if (replica_pairs > self.demand).any():
             first = int(np.argmax(replica_pairs > self.demand))
             fail(
-                f"replicas of expert {first} run {replica_pairs[first]} pairs of {self.demand[first]}"
+                f"replicas of expert {first} run {replica_pairs[first]} pairs of its "
+                f"{self.demand[first]}"
             )
 
     def validate_after(self, previous: Plan) -> None:
@@ -205,8 +206,8 @@ class Plan:
         if unsafe.any():
             worker, slot = np.argwhere(unsafe)[0]
             raise InfeasiblePlanError(
-                f"plan {self.sequence} for {self.target} copies into worker {worker}, redundant slot "
-                f"{slot}, which plan {previous.sequence} for {previous.target} uses"
+                f"plan {self.sequence} for {self.target} copies into worker {worker}, redundant "
+                f"slot {slot}, which plan {previous.sequence} for {previous.target} uses"
             )
 
 
@@ -292,14 +293,15 @@ class PlanLayout:
             ShapeError: if an array of the plan does not have the tier's shape.
         """
         record = np.zeros(self.record_bytes, np.uint8)
-        values = (
+        values: list[npt.NDArray[Any]] = [
             plan.demand,
             plan.rank_tokens,
             plan.slot_expert,
             plan.slot_pairs,
             plan.slot_copy,
-        )
-        for field, value in zip(self._body(record), values):
+        ]
+        fields: list[npt.NDArray[Any]] = list(self._body(record))
+        for field, value in zip(fields, values):
             if field.shape != value.shape or field.dtype != value.dtype:
                 raise ShapeError(
                     f"plan field is {value.dtype} {value.shape}, the record holds "
@@ -346,7 +348,9 @@ class PlanLayout:
         }
         for name, value in expected.items():
             if int(header[name]) != value:
-                raise PlanError(f"plan record has {name} {int(header[name]):#x}, expected {value:#x}")
+                raise PlanError(
+                    f"plan record has {name} {int(header[name]):#x}, expected {value:#x}"
+                )
         if int(header["rejection"]) not in set(Rejection):
             raise PlanError(f"plan record has unknown rejection {int(header['rejection'])}")
         plan = Plan(

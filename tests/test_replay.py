@@ -278,7 +278,7 @@ def test_layers_select_from_the_trace(trace_file: Path) -> None:
         (["--layers", "0"], "layers 0 are not among the trace's 3 layers"),
         (["--layers", "4"], "layers 4 are not among"),
         (["--layers", "0,3"], "layers 0,3 are not among"),
-        (["--layers", "-1,0"], "layers -1,0 are not among"),
+        (["--layers=-1,0"], "layers -1,0 are not among"),
         (["--tile-m", 3], "tile_m must be a power of two"),
         (["--domain", "other"], "domain must be one of any"),
     ],
@@ -339,7 +339,7 @@ def test_live_tier_runs_the_offline_plans_and_matches_the_reference(
 def test_command_drives_a_tier_with_the_recorded_trace(tmp_path: Path) -> None:
     report, timeline = tmp_path / "report.json", tmp_path / "timeline.json"
     args = parse(
-        RECORDED, "--steps", 2, "--layers", 3, "--concurrency", 16, "--workers", 3, "--ranks", 2,
+        RECORDED, "--steps", 2, "--layers", 3, "--concurrency", 16, "--workers", 2,
         "--configurations", "static", "exposed-copies", "--json", report, "--timeline", timeline,
     )  # fmt: skip
     assert run(args) == 0

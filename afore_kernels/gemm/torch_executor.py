@@ -1,7 +1,7 @@
 """The expert FFN on a CPU: the torch executor of `PairTiles`.
 
-It computes valid rows only, packed without padding. GEMMs accumulate in fp32 and round to the weight
-dtype; everything between and after them is fp32.
+It computes valid rows only, packed without padding. GEMMs accumulate in fp32 and round to the
+weight dtype; everything between and after them is fp32.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from afore_kernels.runtime.shared import advance, count, ring_bell
 class Admission:
     """Admits one client per attention rank.
 
-    A rank whose client is gone counts as empty, so the other ranks go on. It can be taken again once no
+    A rank whose client is gone counts as empty, so the other ranks go on. It can be taken again
+    once no
     other rank is connected: only then does a new client know which target comes next.
     """
 

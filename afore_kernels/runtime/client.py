@@ -20,7 +20,7 @@ from typing import Self
 
 import torch
 
-from afore_kernels.config import MoEConfig, TierConfig
+from afore_kernels.config import INT32_MAX, MoEConfig, TierConfig
 from afore_kernels.errors import (
     AforeError,
     CountMismatchError,
@@ -128,7 +128,8 @@ class AttentionClient:
 
         Args:
             target: (step, layer, microbatch), not in flight.
-            expert_ids: this rank's ids, int [num_tokens, top_k], -1 for padding. num_tokens may be 0.
+            expert_ids: this rank's ids, int [num_tokens, top_k], -1 for padding. num_tokens may be
+                0.
 
         Raises:
             ShapeError: if the ids have the wrong shape or range, or the layer does not exist.
@@ -180,7 +181,8 @@ class AttentionClient:
         num_tokens = self._check_ids(target, expert_ids)
         if num_tokens != in_flight.num_tokens:
             raise ShapeError(
-                f"{target} was announced with {in_flight.num_tokens} tokens, submitted with {num_tokens}"
+                f"{target} was announced with {in_flight.num_tokens} tokens, submitted with "
+                f"{num_tokens}"
             )
         _check_tensor("hidden", hidden, (num_tokens, self.moe.hidden_size))
         if hidden.dtype != torch_dtype(self.moe):
@@ -205,8 +207,8 @@ class AttentionClient:
             This rank's rows, [num_tokens, H] of the tier's dtype.
 
         Raises:
-            ReplyTimeout: if no result came in time; the target stays in flight and can be waited for.
-            MailboxTimeout: if a rank's demand or input did not reach the tier in time.
+            ReplyTimeout: if no result came in time; the target stays in flight and can be waited
+            for. MailboxTimeout: if a rank's demand or input did not reach the tier in time.
             CountMismatchError: if the submitted ids are not those whose demand was sent.
             PlanOrderError: if the ranks posted different targets, or this one is not in flight.
             PeerLost: or the tier's failure, if a rank or the tier is down.
@@ -255,7 +257,7 @@ class AttentionClient:
 
     def _check_ids(self, target: Target, expert_ids: torch.Tensor) -> int:
         step, layer, microbatch = target
-        if not 0 <= layer < self.moe.num_layers or step < 0 or microbatch < 0:
+        if not 0 <= layer < self.moe.num_layers or not 0 <= microbatch <= INT32_MAX or step < 0:
             raise ShapeError(f"{target} is not a target of {self.moe.num_layers} layers")
         if self._is_closed:
             raise PeerLost("the client was closed")
@@ -274,12 +276,13 @@ class AttentionClient:
             low, high = (int(bound) for bound in expert_ids.aminmax())
             if low < -1 or high >= self.moe.num_experts:
                 raise ShapeError(
-                    f"expert ids range over [{low}, {high}], expected [-1, {self.moe.num_experts - 1}]"
+                    f"expert ids range over [{low}, {high}], expected "
+                    f"[-1, {self.moe.num_experts - 1}]"
                 )
         return num_tokens
 
     def _claim(self, target: Target, sequence: int, num_tokens: int) -> None:
-        """Take the slot of `sequence`, which is free once the target `depth` before it was taken."""
+        """Take the slot of `sequence`, free once the target `depth` before it was taken."""
 
         def is_free() -> bool:
             return all(t.sequence != sequence - self._depth for t in self._in_flight.values())
@@ -289,8 +292,8 @@ class AttentionClient:
                 raise PlanOrderError(f"{target} is already in flight")
             if not self._changed.wait_for(is_free, self.tier.demand_timeout_s):
                 raise MailboxTimeout(
-                    f"{target} cannot be posted: {self._depth} targets are in flight and the oldest was "
-                    f"not waited for"
+                    f"{target} cannot be posted: {self._depth} targets are in flight and the "
+                    f"oldest was not waited for"
                 )
             self._in_flight[target] = _InFlight(sequence, num_tokens)
 
@@ -310,7 +313,9 @@ class AttentionClient:
         arrays, tier = self._memory.arrays, self.tier
         if count(arrays["plans_published"], 0) <= sequence:
             posted = arrays["demand_posted"]
-            late = [f"attention rank {r}" for r in range(tier.num_ranks) if count(posted, r) <= sequence]
+            late = [
+                f"attention rank {r}" for r in range(tier.num_ranks) if count(posted, r) <= sequence
+            ]
             return ", ".join(late) or "the scheduler"
         first = self.rank * tier.num_workers
         ready = arrays["reply_ready"]

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from afore_kernels.errors import PeerLost
 
@@ -24,7 +25,7 @@ class Collectives:
         self._worker = worker
         self._num_workers = num_workers
         if num_workers > 1:
-            store = dist.TCPStore(
+            store = TCPStore(
                 "127.0.0.1",
                 port,
                 num_workers,
@@ -50,7 +51,7 @@ class Collectives:
             return block[None]
         gathered = block.new_empty((self._num_workers, block.numel()))
         try:
-            dist.all_gather_into_tensor(gathered.view(-1), block)
+            dist.all_gather(list(gathered.unbind(0)), block)
         except RuntimeError as error:
             raise self._lost("all-gather", error) from error
         return gathered

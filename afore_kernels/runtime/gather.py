@@ -1,8 +1,9 @@
 """What the workers exchange before a target: each contributes an equal share of the token rows.
 
-The global rows of a target are the ranks' rows in rank order (`Plan.rank_tokens`). Worker w contributes,
-and later replies, rows `[w * share, (w + 1) * share)` with `share = ceil(num_tokens / num_workers)`. A
-block also carries what the worker saw of each rank, so that all workers agree on the target's outcome.
+The global rows of a target are the ranks' rows in rank order (`Plan.rank_tokens`). Worker w
+contributes, and later replies, rows `[w * share, (w + 1) * share)` with `share = ceil(num_tokens /
+num_workers)`. A block also carries what the worker saw of each rank, so that all workers agree on
+the target's outcome.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ class GatherBlock:
         piece = self._pieces.get(rank)
         if piece is None:
             return
-        at = slice(piece.row - self._first_row, piece.row - self._first_row + piece.stop - piece.start)
+        at = slice(
+            piece.row - self._first_row, piece.row - self._first_row + piece.stop - piece.start
+        )
         if outcome != OK:
             self._mine["expert_ids"][at] = -1
             return
@@ -120,7 +123,7 @@ class GatherBlock:
             dtype, rows, width = section
             used = rows * width * dtype.itemsize
             view = blocks[:, offset : offset + used].view(dtype)
-            views[name] = view.unflatten(1, (rows, width)) if rows else view.reshape(len(blocks), 0, width)
+            views[name] = view.reshape(len(blocks), rows, width)
             offset += _section_bytes(section)
         return views
 

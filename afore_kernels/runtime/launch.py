@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from afore_kernels.config import MoEConfig, TierConfig
 from afore_kernels.errors import AforeError, PeerLost
@@ -35,8 +35,8 @@ _BLAME_DELAY_S = 0.3
 class Tier:
     """A running FFN tier: a scheduler process and `num_workers` worker processes.
 
-    Use it as a context manager, or call `close`. If a process of the tier dies, every wait in the tier
-    and in its clients ends with an error that names it, and the other processes are ended.
+    Use it as a context manager, or call `close`. If a process of the tier dies, every wait in the
+    tier and in its clients ends with an error that names it, and the other processes are ended.
     """
 
     def __init__(self, moe: MoEConfig, tier: TierConfig) -> None:
@@ -48,11 +48,8 @@ class Tier:
             ExpertSlots.create_segment(moe, self._memory.placement, w)
             for w in range(tier.num_workers)
         ]
-        self._scheduler = Child("scheduler", "afore_kernels.runtime.scheduler")
-        self._workers = [
-            Child(f"worker {w}", "afore_kernels.runtime.worker_process")
-            for w in range(tier.num_workers)
-        ]
+        self._scheduler = Child("scheduler", "scheduler")
+        self._workers = [Child("worker", f"worker {w}") for w in range(tier.num_workers)]
         self._directory = tempfile.TemporaryDirectory(prefix="afore-")
         self.address = str(Path(self._directory.name) / "tier.sock")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -100,7 +97,7 @@ class Tier:
         return Timeline(self._memory)
 
     def close(self) -> None:
-        """End all processes and release everything; can be called at any time, any number of times."""
+        """End all processes and release everything; may be called at any time, repeatedly."""
         with self._close_lock:
             if self._is_closed:
                 return
@@ -138,7 +135,7 @@ class Tier:
 
     def _start(self, weights: WeightSource) -> None:
         moe, tier, segment = self.moe, self.tier, self._memory.segment
-        store = dist.TCPStore(
+        store = TCPStore(
             "127.0.0.1",
             0,
             tier.num_workers,
@@ -249,5 +246,3 @@ def _try_send(connection: socket.socket, data: bytes, fds: list[int]) -> None:
         socket.send_fds(connection, [data], fds)
     except OSError as error:
         logger.info("a client went away while connecting: %s", error)
-
-

@@ -1,7 +1,8 @@
 """The demand mailbox: attention ranks post each target's demand ahead of its hidden states.
 
-Paper section 6.1. Per rank a ring of `targets_in_flight` fixed-size entries (`docs/wire.md`), written by
-the rank and collected by the scheduler. A rank with no tokens for a target posts a zero vector.
+Paper section 6.1. Per rank a ring of `targets_in_flight` fixed-size entries (`docs/wire.md`),
+written by the rank and collected by the scheduler. A rank with no tokens for a target posts a zero
+vector.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def write_entry(mailbox, rank, sequence, step, layer, microbatch, num_tokens, de
 
 @compiled
 def collect_entry(mailbox, rank, sequence, top_k, max_tokens, demand, target, rank_tokens):  # type: ignore[no-untyped-def]
-    """Check rank's entry of `sequence` and add it to `demand`; ENTRY_BAD leaves everything as it was.
+    """Check a rank's entry and add it to `demand`; a bad one changes nothing.
 
     Args:
         mailbox: the mailbox; the entry has been posted.
@@ -178,13 +179,9 @@ class DemandWriter:
             PeerLost: or the tier's failure, if the tier stops.
         """
         free_at = sequence + 1 - self._depth
-        if not self._memory.wait(
-            "demand_collected", self._rank, free_at, DEMAND_BELL, deadline_ns
-        ):
+        if not self._memory.wait("demand_collected", self._rank, free_at, DEMAND_BELL, deadline_ns):
             raise MailboxTimeout(
                 f"the scheduler has not collected sequence {free_at - 1} of attention rank "
                 f"{self._rank}; {target} cannot be posted"
             )
         write_entry(self._mailbox, self._rank, sequence, *target, num_tokens, demand)
-
-

@@ -1,7 +1,7 @@
 """The tier's shared memory: one segment that every process of the tier, and every client, maps.
 
-Each component declares the fields it owns; this module lays them out from the two configurations, so
-that every process derives the same layout.
+Each component declares the fields it owns; this module lays them out from the two configurations,
+so that every process derives the same layout.
 """
 
 from __future__ import annotations

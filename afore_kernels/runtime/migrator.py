@@ -1,13 +1,14 @@
 """The placement migrator: pulls replicas into this worker's slots on the migration stream.
 
-Paper section 6.2. Copies come from fixed primaries only. Readiness is per slot, not per plan: a later plan
-may reuse a replica whose copy, submitted by an earlier plan, is still in flight. A copy into a slot waits
-for the last work that reads the slot.
+Paper section 6.2. Copies come from fixed primaries only. Readiness is per slot, not per plan: a
+later plan may reuse a replica whose copy, submitted by an earlier plan, is still in flight. A copy
+into a slot waits for the last work that reads the slot.
 """
 
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from afore_kernels.plan import Plan, PrimaryPlacement
 from afore_kernels.runtime.devices import Event, Stream
@@ -59,7 +60,7 @@ class Migrator:
             key = (layer, copy.slot)
             if key in self._last_use:
                 self._stream.wait_event(self._last_use[key])
-            self._stream.submit(lambda expert=copy.expert, slot=copy.slot: self._copy(layer, expert, slot))  # type: ignore[misc]
+            self._stream.submit(partial(self._copy, layer, copy.expert, copy.slot))
             self._copied[key] = self._stream.record_event()
         sequence, num_copies = plan.sequence, len(copies)
         self._stream.submit(

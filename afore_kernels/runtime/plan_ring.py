@@ -1,8 +1,8 @@
 """The plan ring: one publication makes a plan visible to every worker.
 
-Paper section 6.1. One writer (the scheduler), `num_workers` readers; a record is reused only after every
-worker has copied it. The ring is deep enough that an observer, which does not acknowledge, can still
-read recent plans; the checksum tells it when a record was overwritten meanwhile.
+Paper section 6.1. One writer (the scheduler), `num_workers` readers; a record is reused only after
+every worker has copied it. The ring is deep enough that an observer, which does not acknowledge,
+can still read recent plans; the checksum tells it when a record was overwritten meanwhile.
 """
 
 from __future__ import annotations

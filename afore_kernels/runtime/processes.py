@@ -1,7 +1,8 @@
 """Starting a tier's processes and watching them: both ends of the control socket.
 
-The parent passes a child its role, the configurations and the descriptors of the shared segments. The
-socket's end of file is how each side learns that the other is gone, at once and without polling.
+The parent passes a child its role, the configurations and the descriptors of the shared segments.
+The socket's end of file is how each side learns that the other is gone, at once and without
+polling.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from afore_kernels.config import MoEConfig, TierConfig
@@ -36,11 +38,11 @@ class ChildContext(NamedTuple):
 class Child:
     """The parent's handle of one process of the tier."""
 
-    def __init__(self, name: str, module: str) -> None:
+    def __init__(self, role: str, name: str) -> None:
+        self.role = role
         self.name = name
         self.error: AforeError | None = None
         self.socket, child_end = socket.socketpair()
-        self._module = module
         self._child_end = child_end
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -59,7 +61,7 @@ class Child:
         control_fd = self._child_end.fileno()
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", self._module, str(control_fd)],
+            [sys.executable, "-m", "afore_kernels.runtime.entry", self.role, str(control_fd)],
             pass_fds=[control_fd, segment.fd, *weight_fds],
             stdin=subprocess.DEVNULL,
             env=environment,
@@ -88,7 +90,7 @@ class Child:
             text = _read_line(self.socket)
         except ConnectionError:
             return None
-        return json.loads(text) if text else None  # type: ignore[no-any-return]
+        return json.loads(text) if text else None
 
     def wait(self, timeout_s: float) -> int | None:
         """Exit status, negative for a signal, or None if it still runs after `timeout_s`."""
@@ -117,13 +119,15 @@ class Child:
         return PeerLost(f"{self.name} {how}")
 
 
-def run_child(name: str, main: Callable[[ChildContext, Callable[[], None]], None]) -> None:
+def run_child(
+    name: str, control_fd: int, main: Callable[[ChildContext, Callable[[], None]], None]
+) -> None:
     """Run a child's `main(context, report_ready)` and report how it ended.
 
     A stop of the tier ends `main` by `PeerLost`, which is a clean exit. The death of the parent
     fails the tier, so that clients are told, and ends the process.
     """
-    control = socket.socket(fileno=int(sys.argv[1]))
+    control = socket.socket(fileno=control_fd)
     message = json.loads(_read_line(control))
     memory = TierMemory(
         MoEConfig.from_json(message["moe"]),
@@ -139,11 +143,11 @@ def run_child(name: str, main: Callable[[ChildContext, Callable[[], None]], None
 
     def watch_parent() -> None:
         try:
-            _read_line(control)
-        except ConnectionError:
-            pass
-        memory.fail(PeerLost("the process that started the tier is gone"))
-        os._exit(1)
+            with suppress(ConnectionError):
+                _read_line(control)
+            memory.fail(PeerLost("the process that started the tier is gone"))
+        finally:
+            os._exit(1)
 
     def report_ready() -> None:
         _send(control, {"ready": name})
@@ -167,17 +171,15 @@ def reported_error(message: dict[str, Any]) -> AforeError | None:
 
 
 def _send(control: socket.socket, message: dict[str, Any]) -> None:
-    try:
+    with suppress(OSError):  # the parent is gone: watch_parent ends the process
         control.sendall(json.dumps(message).encode() + b"\n")
-    except OSError:
-        pass  # the parent is gone; watch_parent ends the process
 
 
 def _read_line(connection: socket.socket) -> bytes:
     """Read up to a newline; b"" at the end of file."""
     parts = bytearray()
     while not parts.endswith(b"\n"):
-        data = connection.recv(1 if parts else 1)
+        data = connection.recv(1)
         if not data or len(parts) > _MAX_MESSAGE:
             return b""
         parts += data

@@ -148,7 +148,7 @@ def _find_beyond_move(
             most = (candidate.tile_load[h] - candidate.tile_load[c]) // 2
             if most <= threshold:
                 break
-            receiver = _find_safe_slot(candidate, state, is_protected, c)
+            receiver = find_safe_slot(candidate, state, is_protected, c)
             if receiver == NONE:
                 continue
             donor, tiles = _best_missing_expert(candidate, h, c, most)
@@ -158,7 +158,7 @@ def _find_beyond_move(
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _find_safe_slot(
+def find_safe_slot(
     candidate: Candidate, state: LayerState, is_protected: UInt8Array, worker: int
 ) -> int:
     """Find the slot of `worker` to rebind, or -1: an empty one, else the least recently used.

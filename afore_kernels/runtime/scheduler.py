@@ -1,7 +1,7 @@
 """The scheduler process: collect demand, plan, publish (paper section 6.1).
 
-The loop runs compiled, without the GIL and without Python objects, on the tier's shared memory; Python
-only starts it and reports how it ended.
+The loop runs compiled, without the GIL and without Python objects, on the tier's shared memory;
+Python only starts it and reports how it ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from afore_kernels.runtime.memory import LOST, TierMemory
 from afore_kernels.runtime.placement import Candidate, LayerState, layer_state
 from afore_kernels.runtime.plan_ring import PlanWriter, wait_for_free_record, write_plan
 from afore_kernels.runtime.planner import Limits, plan_core
-from afore_kernels.runtime.processes import ChildContext, run_child
+from afore_kernels.runtime.processes import ChildContext
 from afore_kernels.runtime.shared import (
     READY,
     RUNNING,
@@ -305,7 +305,3 @@ def main(context: ChildContext, report_ready: Callable[[], None]) -> None:
             f"the ring of {tier.plan_ring_depth} plans is full"
         )
     raise memory.failure()
-
-
-if __name__ == "__main__":
-    run_child("scheduler", main)

@@ -1,13 +1,13 @@
 """Shared memory without names, and the atomics, clock and waits that compiled code uses on it.
 
-A `Segment` is an anonymous memory file: its descriptor is inherited by, or sent to, the processes that
-may map it, and the kernel frees it when the last of them is gone. So nothing has a name to collide, and
-nothing is left behind however a process ends.
+A `Segment` is an anonymous memory file: its descriptor is inherited by, or sent to, the processes
+that may map it, and the kernel frees it when the last of them is gone. So nothing has a name to
+collide, and nothing is left behind however a process ends.
 
-Every hand-over in the runtime is a counter that only grows: the producer writes its data, then stores
-the counter with release order and rings a doorbell; the consumer waits until the counter has reached a
-value. `wait_at_least` is the only wait: it spins briefly, then sleeps on the doorbell's futex, and ends
-at a deadline or when the tier stops.
+Every hand-over in the runtime is a counter that only grows: the producer writes its data, then
+stores the counter with release order and rings a doorbell; the consumer waits until the counter has
+reached a value. `wait_at_least` is the only wait: it spins briefly, then sleeps on the doorbell's
+futex, and ends at a deadline or when the tier stops.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _element(context: Any, builder: Any, array_type: Any, array: Any, index: Any
     return cgutils.get_item_pointer(context, builder, array_type, view, [index])
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def load_acquire(typingctx: Any, array: Any, index: Any) -> Any:
     """Atomically load `array[index]` with acquire order (1-D integer array)."""
 
@@ -134,7 +134,7 @@ def load_acquire(typingctx: Any, array: Any, index: Any) -> Any:
     return array.dtype(array, types.intp), codegen
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def store_release(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     """Atomically store `array[index] = value` with release order (1-D integer array)."""
 
@@ -147,7 +147,7 @@ def store_release(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     return types.void(array, types.intp, array.dtype), codegen
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def fetch_add(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     """Atomically add to `array[index]`, sequentially consistent; returns the old value."""
 
@@ -158,7 +158,7 @@ def fetch_add(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     return array.dtype(array, types.intp, array.dtype), codegen
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def monotonic_ns(typingctx: Any) -> Any:
     """CLOCK_MONOTONIC in ns, the clock of `time.monotonic_ns`, common to all processes."""
 
@@ -186,7 +186,7 @@ def _call_futex(builder: Any, word: Any, operation: int, value: Any, timeout: An
     return builder.call(function, arguments)
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def _futex_wait(typingctx: Any, array: Any, index: Any, expected: Any, timeout_ns: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         int64, int32 = ir.IntType(64), ir.IntType(32)
@@ -202,7 +202,7 @@ def _futex_wait(typingctx: Any, array: Any, index: Any, expected: Any, timeout_n
     return types.int64(array, types.intp, types.int32, types.int64), codegen
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def _futex_wake_all(typingctx: Any, array: Any, index: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         int64 = ir.IntType(64)

@@ -1,7 +1,7 @@
 """The timeline of every target: who did what, when, on one clock, viewable in Perfetto.
 
-Every process appends fixed-size events to its own tracks in shared memory; nothing is sent. A track keeps
-its most recent `timeline_events` events.
+Every process appends fixed-size events to its own tracks in shared memory; nothing is sent. A track
+keeps its most recent `timeline_events` events.
 """
 
 from __future__ import annotations
@@ -166,9 +166,9 @@ class Timeline:
     def per_target(self) -> Array:
         """One row per executed target still in the plan ring, see `per_target_dtype`.
 
-        `raw_copy_us` is the longest copy batch from submission to completion over workers, `lookahead_us`
-        the shortest time from submission to first use, `exposed_us` the longest wait for copies when
-        the target needed them (paper section 7.5).
+        `raw_copy_us` is the longest copy batch from submission to completion over workers,
+        `lookahead_us` the shortest time from submission to first use, `exposed_us` the longest wait
+        for copies when the target needed them (paper section 7.5).
         """
         rows = np.zeros(len(self.plans), per_target_dtype(self._placement.num_workers))
         row_of = {plan.sequence: row for row, plan in enumerate(self.plans)}
@@ -206,7 +206,7 @@ class Timeline:
         return rows
 
     def write(self, path: str | Path) -> None:
-        """Write Chrome trace-event JSON, which https://ui.perfetto.dev and chrome://tracing open."""
+        """Write Chrome trace-event JSON, which https://ui.perfetto.dev opens."""
         target_of = {plan.sequence: plan.target for plan in self.plans}
         origin_ns = min((e.start_ns for e in self.events), default=0)
         tracks = list(dict.fromkeys(e.track for e in self.events))

@@ -1,8 +1,8 @@
 """Expert weights: where they come from, and the slots they live in.
 
-`ExpertSlots` is one worker's weight memory: per layer its primaries, then its redundant slots, and its
-share of the shared expert. On the CPU it is shared memory, so other workers can pull their replicas from
-its primaries.
+`ExpertSlots` is one worker's weight memory: per layer its primaries, then its redundant slots, and
+its share of the shared expert. On the CPU it is shared memory, so other workers can pull their
+replicas from its primaries.
 """
 
 from __future__ import annotations

@@ -140,9 +140,7 @@ class FfnWorker:
                 self._migrator.submit(plan)
             self._migrator.make_ready(plan, self._model_stream)
 
-    def _partition(
-        self, prepared: PreparedPlan, gathered: Gathered
-    ) -> tuple[PairTiles, Outcome]:
+    def _partition(self, prepared: PreparedPlan, gathered: Gathered) -> tuple[PairTiles, Outcome]:
         """Select exactly this worker's pairs (Eq. 11) and check the plan's counts."""
         with self._timed(Stage.PARTITION, prepared.plan, prepared.schedule.num_tiles):
             partition = partition_pairs(

@@ -1,4 +1,4 @@
-"""Entry point of a CPU worker process."""
+"""A CPU worker process: builds an `FfnWorker` and runs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from afore_kernels.runtime.collectives import Collectives
 from afore_kernels.runtime.devices.cpu import InlineStream, ThreadStream
 from afore_kernels.runtime.migrator import Migrator
-from afore_kernels.runtime.processes import ChildContext, run_child
+from afore_kernels.runtime.processes import ChildContext
 from afore_kernels.runtime.timeline import Track
 from afore_kernels.runtime.weights import ExpertSlots
 from afore_kernels.runtime.worker import FfnWorker
@@ -39,7 +39,3 @@ def main(context: ChildContext, report_ready: Callable[[], None]) -> None:
     report_ready()
     with torch.inference_mode():
         ffn.run()
-
-
-if __name__ == "__main__":
-    run_child("worker", main)

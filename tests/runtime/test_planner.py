@@ -13,9 +13,16 @@ from afore_kernels.config import MoEConfig, TierConfig
 from afore_kernels.errors import ShapeError
 from afore_kernels.plan import Int32Array, Plan, PrimaryPlacement, Target
 from afore_kernels.runtime.cost import CostModel
-from afore_kernels.runtime.placement import Candidate, LayerState, layer_state
+from afore_kernels.runtime.placement import (
+    Candidate,
+    LayerState,
+    layer_state,
+    load_candidate,
+    redundant_range,
+)
 from afore_kernels.runtime.planner import Limits, PlannedTarget, plan_core, plan_microbatch
 from afore_kernels.runtime.planner_oracle import plan_microbatch_oracle
+from afore_kernels.runtime.rebalance import find_safe_slot
 
 INT32_MAX = 2**31 - 1
 FREE_COPIES = CostModel(tile_time_us=10.0, slot_time_us=0.0, copy_time_us=0.0, window_us=0.0)
@@ -372,11 +379,24 @@ def test_stage_3_spares_a_slot_whose_replica_has_tiles() -> None:
     np.testing.assert_array_equal(planned.slot_pairs[1], [0, 2, 4])
 
 
-def test_stage_3_does_not_rebind_a_slot_it_has_reserved() -> None:
+def test_stage_3_binds_a_slot_once() -> None:
     # T = (12, 0): expert 0 moves all its 4 tiles into the only slot; T = (8, 4) stays.
     planned = Scenario(PrimaryPlacement(6, 2, 1), (0,) * 6, {}).plan(4, 4, 4, 0, 0, 0)
     assert planned.slot_expert[1, 0] == 0
     np.testing.assert_array_equal(planned.slot_pairs, [[0], [4]])
+
+
+def test_a_slot_reserved_by_an_earlier_move_is_not_safe_even_without_tiles() -> None:
+    # Asked of the search itself: no demand was found that empties a replica of the same phase.
+    candidate = Candidate.allocate(TWO_WORKERS)
+    state = Scenario(TWO_WORKERS, (0,) * 8, IDLE_SLOTS).state()
+    load_candidate(candidate, state)
+    is_protected = np.zeros((2, 3), np.uint8)
+    first = find_safe_slot(candidate, state, is_protected, 1)
+    candidate.is_reserved[first] = True
+    second = find_safe_slot(candidate, state, is_protected, 1)
+    start, _ = redundant_range(candidate, 1)
+    assert (first - start, second - start) == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from afore_kernels.runtime.placement import LayerState
 from afore_kernels.runtime.planner import Limits, PlannedTarget, plan_microbatch
 from afore_kernels.runtime.planner_oracle import Move, plan_microbatch_oracle
 
-planner_property = settings(max_examples=300, deadline=None, derandomize=True)
+planner_property = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 class Problem(NamedTuple):
@@ -168,9 +168,7 @@ def test_nothing_is_copied_when_no_copy_can_pay(problem: Problem) -> None:
 
 @given(problems())
 @planner_property
-def test_every_move_carries_more_than_the_threshold_and_keeps_the_load_order(
-    problem: Problem,
-) -> None:
+def test_every_move_carries_more_than_the_threshold(problem: Problem) -> None:
     trace: list[Move] = []
     plan_microbatch_oracle(
         *problem[:5],

@@ -1,8 +1,8 @@
 """Devices: where a worker's weights live and its work runs.
 
-A device gives a worker two streams. Work submitted to one stream runs in order; work of different streams
-is ordered by events alone. The model stream runs partition, GEMMs and combine; the migration stream runs
-expert copies.
+A device gives a worker two streams. Work submitted to one stream runs in order; work of different
+streams is ordered by events alone. The model stream runs partition, GEMMs and combine; the
+migration stream runs expert copies.
 """
 
 from collections.abc import Callable

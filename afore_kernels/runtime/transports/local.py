@@ -1,8 +1,8 @@
 """The local transport: execution inputs and replies through shared memory on one host.
 
-The A2F / F2A path of the paper's Figure 6, separate from the demand path. Per attention rank a ring of
-`targets_in_flight` slots; a rank writes its hidden states, ids and routing weights once, every worker
-reads the rows of its share, and every worker writes its share of the reply.
+The A2F / F2A path of the paper's Figure 6, separate from the demand path. Per attention rank a ring
+of `targets_in_flight` slots; a rank writes its hidden states, ids and routing weights once, every
+worker reads the rows of its share, and every worker writes its share of the reply.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def fields(moe: MoEConfig, tier: TierConfig) -> dict[str, Field]:
 
 
 class InputRows(NamedTuple):
-    """Views of one rank's slot: hidden [rows, H], ids int32 [rows, top_k], weights fp32 [rows, top_k]."""
+    """One rank's slot: hidden [rows, H], ids int32 and weights fp32 [rows, top_k]."""
 
     hidden: torch.Tensor
     expert_ids: torch.Tensor
@@ -99,7 +99,7 @@ class LocalTransport:
     # Attention rank's end.
 
     def input_rows(self, rank: int, sequence: int, num_tokens: int) -> InputRows:
-        """The rows of a slot; a rank fills them before `send`, a worker reads them after `wait_input`."""
+        """The rows of a slot: filled by a rank before `send`, read after `wait_input`."""
         slot = sequence % self._depth
         return InputRows(
             self._hidden[rank, slot, :num_tokens],
@@ -132,7 +132,7 @@ class LocalTransport:
     def wait_input(
         self, rank: int, sequence: int, target: Target, num_tokens: int, deadline_ns: int
     ) -> Outcome:
-        """Wait for one rank's input and check that it is the planned target with the planned size."""
+        """Wait for one rank's input and check that it is the planned target and size."""
         slot = sequence % self._depth
         index = rank * self._depth + slot
         slice_ns = 50_000_000
