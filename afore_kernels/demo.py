@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workers", type=int, default=4, help="FFN workers N (default: %(default)s)")
     add("--redundant", type=int, default=2, help="redundant slots R (default: %(default)s)")
-    add("--tokens", type=int, default=64, help="new tokens per prompt (default: %(default)s)")
+    add("--tokens", type=int, default=32, help="new tokens per prompt (default: %(default)s)")
     add("--policy", choices=_POLICIES, default="both", help="default: %(default)s")
     add("--tile-m", type=int, default=4, help="pairs per tile (default: %(default)s)")
     add("--timeline", metavar="FILE", help="write the last policy's timeline for Perfetto")
@@ -124,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
     )
     console.print(
         f"monolithic: {expected.tokens_per_s:.0f} tokens/s. Here the tier's processes share the "
-        "model's cores, so its\nrate shows what the hand-over costs, not what disaggregation gains."
+        "model's cores,\nso its rate shows what the hand-over costs, not what disaggregation gains.",
+        soft_wrap=True,
     )
     return 0 if set(num_equal.values()) == {num_tokens} else 1
 
@@ -150,7 +151,7 @@ def generate(
     model: transformers.PreTrainedModel,
     num_tokens: int,
     advance: Advance,
-    enter_microbatch: Callable[[int], AbstractContextManager[None]] = nullcontext,
+    enter_microbatch: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> Generation:
     """Continue all prompts greedily, every microbatch on its own thread.
 
@@ -169,7 +170,7 @@ def generate(
         prompts = [list(prompt.encode()) for prompt in microbatch_prompts(microbatch)]
         length = max(map(len, prompts))
         with enter_microbatch(microbatch):
-            tokens = model.generate(  # padded on the left
+            tokens: torch.Tensor = model.generate(  # padded on the left
                 torch.tensor([[0] * (length - len(p)) + p for p in prompts]),
                 attention_mask=torch.tensor(
                     [[0] * (length - len(p)) + [1] * len(p) for p in prompts]

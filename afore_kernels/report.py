@@ -55,7 +55,8 @@ def imbalance(loads: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
     if loads.ndim != 2:
         raise ShapeError(f"loads has shape {loads.shape}, expected [num_targets, num_workers]")
     busy = loads[loads.sum(axis=1) > 0]
-    return busy.max(axis=1) / busy.mean(axis=1)
+    ratios: npt.NDArray[np.float64] = busy.max(axis=1) / busy.mean(axis=1)
+    return ratios
 
 
 def summarise(per_target: npt.NDArray[Any]) -> RunSummary:
@@ -90,14 +91,14 @@ def comparison_table(
         return "-" if value is None else f"{value:.0f} us"
 
     runs = summaries.values()
-    table = Table(caption="imbalance: largest over mean load of the workers, 1 is perfect balance")
+    table = Table(caption="imbalance: largest over mean load, 1 is perfect")
     table.add_column("mean over targets")
     for name in summaries:
         table.add_column(name, justify="right")
     rows = {
         "pair imbalance": [f"{run.pair_imbalance:.2f}" for run in runs],
         "tile imbalance": [f"{run.tile_imbalance:.2f}" for run in runs],
-        "copies (all targets)": [f"{run.num_copies} ({run.num_targets})" for run in runs],
+        "copies (of targets)": [f"{run.num_copies} ({run.num_targets})" for run in runs],
         "raw copy time": [us(run.raw_copy_us) for run in runs],
         "lookahead window": [us(run.lookahead_us) for run in runs],
         "exposed wait": [us(run.exposed_us) for run in runs],

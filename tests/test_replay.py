@@ -317,7 +317,7 @@ def test_live_tier_runs_the_offline_plans_and_matches_the_reference(
     reference = dense_outputs(skewed, weights, lambda: None)
     wrong = Target(3, 0, 1)
     reference[wrong][1][0, 0] += 0.01  # the check must see one element of one target
-    tier = make_tier(skewed, "true-demand", num_workers=2)
+    tier = make_tier(skewed, "true-demand", num_workers=3)
     timeline = tmp_path / "timeline.json"
     live = replay_tier(
         "true-demand", skewed, tier, weights, lambda: None, reference=reference, timeline=timeline

@@ -95,6 +95,6 @@ def test_table_has_a_column_per_run():
     Console(file=output, width=100).print(table)
     lines = [line.replace("│", " ").split() for line in output.getvalue().splitlines()]
     assert ["tile", "imbalance", "1.75", "1.50"] in lines
-    assert ["copies", "(all", "targets)", "0", "(8)", "5", "(8)"] in lines
+    assert ["copies", "(of", "targets)", "0", "(8)", "5", "(8)"] in lines
     assert ["raw", "copy", "time", "-", "30", "us"] in lines
     assert ["tokens/s", "120", "131"] in lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from afore_kernels.config import Activation
@@ -70,7 +71,8 @@ def _check_arguments(
         routing_weights.is_floating_point(),
         f"routing_weights must be floating point, got {routing_weights.dtype}",
     )
-    _require(bool(torch.isfinite(routing_weights).all()), "routing_weights must be finite")
+    finite = np.isfinite(routing_weights.detach().float().numpy()).all()
+    _require(bool(finite), "routing_weights must be finite")
 
 
 def moe_ffn(

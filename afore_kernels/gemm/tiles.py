@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, TypeVar
 
+import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -35,42 +36,59 @@ def count_tiles(num_pairs: PairCount, tile_m: int) -> PairCount:
     return -(-num_pairs // tile_m)
 
 
-def exclusive_starts(counts: IntegerArray) -> npt.NDArray[np.int64]:
-    """Return the exclusive prefix sums of `counts` [n] and their total, int64 [n + 1]."""
-    starts = np.zeros(counts.size + 1, np.int64)
-    np.cumsum(counts, out=starts[1:])
-    return starts
-
-
-def number_pairs(expert_ids: IntegerArray, num_experts: int) -> tuple[Int32Array, Int32Array]:
-    """Number every pair within its expert, in flat order (section 6.2, exact partitioning).
-
-    The ordinal of a pair is the number of smaller flat indices with the same expert id. All workers
-    number the same gathered routing, so their intervals of ordinals are disjoint.
+def count_pairs(expert_ids: IntegerArray, num_experts: int) -> Int32Array:
+    """Count the pairs of each expert; ids outside [0, num_experts) are not counted.
 
     Args:
-        expert_ids: any integer dtype and shape, in gathered order; an id < 0 or >= num_experts is
-            invalid.
+        expert_ids: any integer dtype and shape.
         num_experts: routed experts E.
 
     Returns:
-        The ordinals, int32 [num_pairs], -1 for an invalid id; and the pairs of each expert, int32
-        [num_experts].
+        int32 [num_experts].
 
-    >>> number_pairs(np.array([2, 0, 2, -1, 2]), 3)
-    (array([ 0,  0,  1, -1,  2], dtype=int32), array([1, 0, 3], dtype=int32))
+    Raises:
+        ShapeError: if the ids are not integers.
+
+    >>> count_pairs(np.array([[2, 0], [2, -1]]), 3)
+    array([1, 0, 2], dtype=int32)
     """
-    ids = expert_ids.reshape(-1)
-    valid = (ids >= 0) & (ids < num_experts)
-    # Invalid ids become one expert past the last. numpy sorts 16-bit keys by radix: 3x faster.
-    keys = np.where(valid, ids, num_experts)
-    keys = keys.astype(np.uint16 if num_experts <= np.iinfo(np.uint16).max else np.int32)
-    order = np.argsort(keys, kind="stable")
-    counts = np.bincount(keys, minlength=num_experts + 1)
-    ordinals = np.empty(ids.size, np.int32)
-    ordinals[order] = np.arange(ids.size) - np.repeat(exclusive_starts(counts)[:-1], counts)
-    ordinals[~valid] = -1
-    return ordinals, counts[:num_experts].astype(np.int32)
+    ids = _flat_ids(expert_ids)
+    valid = ids[(ids >= 0) & (ids < num_experts)]
+    return np.bincount(valid, minlength=num_experts).astype(np.int32)
+
+
+def _flat_ids(expert_ids: IntegerArray) -> npt.NDArray[np.int64]:
+    if not np.issubdtype(expert_ids.dtype, np.integer):
+        raise ShapeError(f"expert_ids must be integers, got {expert_ids.dtype}")
+    return np.ascontiguousarray(expert_ids.reshape(-1), dtype=np.int64)
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _fill_rows(
+    sorted_pair: Int32Array,
+    pair_row: Int32Array,
+    counts: Int32Array,
+    ids: npt.NDArray[np.int64],
+    slot_of_expert: Int32Array,
+    first_ordinal: Int32Array,
+    pairs_per_slot: Int32Array,
+    row_starts: Int32Array,
+) -> None:
+    """Number the pairs of each expert in flat order and place those that a local slot runs."""
+    for pair in range(ids.size):
+        expert = ids[pair]
+        if expert < 0 or expert >= counts.size:
+            continue
+        ordinal = counts[expert]
+        counts[expert] += 1
+        slot = slot_of_expert[expert]
+        if slot < 0:
+            continue
+        index = ordinal - first_ordinal[slot]
+        if 0 <= index < pairs_per_slot[slot]:
+            row = row_starts[slot] + index
+            sorted_pair[row] = pair
+            pair_row[pair] = row
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +123,8 @@ class TileSchedule:
             slot = int(np.argmin(pairs_per_slot))
             raise ShapeError(f"slot {slot} has a negative pair count {pairs_per_slot[slot]}")
         tiles_per_slot = -(-pairs_per_slot.astype(np.int64) // tile_m)
-        tile_starts = exclusive_starts(tiles_per_slot)
+        tile_starts = np.zeros(pairs_per_slot.size + 1, np.int64)
+        np.cumsum(tiles_per_slot, out=tile_starts[1:])
         if tile_starts[-1] * tile_m > INT32_MAX:
             raise ShapeError(f"{tile_starts[-1]} tiles of {tile_m} rows exceed {INT32_MAX} rows")
         slots = np.arange(pairs_per_slot.size, dtype=np.int32)
@@ -158,12 +177,47 @@ class PairTiles:
     pair_row: Int32Array
 
     @classmethod
-    def from_pair_rows(cls, schedule: TileSchedule, pair_row: Int32Array) -> Self:
-        """Fill the rows of `schedule` from the row of each pair, int32 [num_pairs], -1 = none."""
-        pairs = np.flatnonzero(pair_row >= 0)
-        sorted_pair = np.full(schedule.num_rows, pair_row.size, np.int32)
-        sorted_pair[pair_row[pairs]] = pairs
-        return cls(schedule, sorted_pair, pair_row)
+    def select(
+        cls,
+        schedule: TileSchedule,
+        expert_ids: IntegerArray,
+        slot_of_expert: Int32Array,
+        first_ordinal: Int32Array,
+    ) -> tuple[Self, Int32Array]:
+        """Fill the rows of `schedule` from a routing (section 6.2, exact partitioning).
+
+        The ordinal of a pair is the number of smaller flat indices with the same expert id. Slot s
+        runs the ordinals `first_ordinal[s] + [0, pairs_per_slot[s])` of its expert. An ordinal
+        outside, whatever the routing, gets no row.
+
+        Args:
+            schedule: rows of the slots.
+            expert_ids: any integer dtype and shape, in gathered order; ids outside
+                [0, num_experts) get no ordinal and no row.
+            slot_of_expert: int32 [num_experts], -1 for an expert without a local slot.
+            first_ordinal: int32 [num_slots].
+
+        Returns:
+            The tiles, and the pairs of each expert in the routing, int32 [num_experts].
+
+        Raises:
+            ShapeError: if the ids are not integers.
+        """
+        ids = _flat_ids(expert_ids)
+        sorted_pair = np.full(schedule.num_rows, ids.size, np.int32)
+        pair_row = np.full(ids.size, -1, np.int32)
+        counts = np.zeros_like(slot_of_expert)
+        _fill_rows(
+            sorted_pair,
+            pair_row,
+            counts,
+            ids,
+            slot_of_expert,
+            first_ordinal,
+            schedule.pairs_per_slot,
+            schedule.row_starts,
+        )
+        return cls(schedule, sorted_pair, pair_row), counts
 
     @classmethod
     def from_expert_ids(cls, expert_ids: IntegerArray, num_experts: int, tile_m: int) -> Self:
@@ -173,13 +227,14 @@ class PairTiles:
             expert_ids: any integer dtype and shape; ids outside [0, num_experts) get no row.
             num_experts: routed experts, and slots.
             tile_m: pairs per tile.
+
+        Raises:
+            ShapeError: if the ids are not integers.
         """
-        ordinals, demand = number_pairs(expert_ids, num_experts)
-        schedule = TileSchedule.from_pair_counts(demand, tile_m)
-        pair_row = np.full(ordinals.size, -1, np.int32)
-        valid = ordinals >= 0
-        pair_row[valid] = schedule.row_starts[expert_ids.reshape(-1)[valid]] + ordinals[valid]
-        return cls.from_pair_rows(schedule, pair_row)
+        schedule = TileSchedule.from_pair_counts(count_pairs(expert_ids, num_experts), tile_m)
+        slots = np.arange(num_experts, dtype=np.int32)
+        tiles, _ = cls.select(schedule, expert_ids, slots, np.zeros_like(slots))
+        return tiles
 
     @property
     def num_pairs(self) -> int:

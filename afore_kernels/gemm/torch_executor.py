@@ -6,18 +6,23 @@ weight dtype; everything between and after them is fp32.
 
 from __future__ import annotations
 
+import numba
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from afore_kernels.config import Activation
 from afore_kernels.errors import ShapeError
 from afore_kernels.gemm.activation import gated_activation
-from afore_kernels.gemm.tiles import PairTiles
+from afore_kernels.gemm.tiles import Int32Array, PairTiles
+
+Int64Array = npt.NDArray[np.int64]
 
 # Measured on 2 cores of an AMD EPYC (AVX2, 512 KiB of L2 per core), 1536 x 2048 weights.
 # `weight @ x.T` streams a weight once, `x @ weight.T` once per few rows: 1.5x for 2 to 64 rows, and
-# nothing to gain for one row or when the weight stays in the cache.
+# nothing to gain for one row or when the weight stays in the cache. Small weights are bound by the
+# overhead per call instead: `grouped_mm`, whose loop over slots is compiled, takes 0.75x.
 _SKINNY_ROWS = range(2, 128)
 _SKINNY_MIN_WEIGHTS = 1 << 17
 # A CPU without 16-bit dot products runs 16-bit GEMMs one row at a time: from 8 rows on, widening
@@ -33,6 +38,16 @@ def _has_fast_gemm(dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return True
+
+
+def _is_small_and_aligned(weight: torch.Tensor) -> bool:
+    """Whether `grouped_mm` takes this weight [num_slots, N, K] and is the fastest way."""
+    return (
+        weight[0].numel() < _SKINNY_MIN_WEIGHTS
+        and weight.stride(2) == 1
+        and weight.stride(1) * weight.itemsize % 16 == 0
+        and weight.stride(0) * weight.itemsize % 16 == 0
+    )
 
 
 def _multiply_widened(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -65,18 +80,68 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, widen: b
         torch.mm(x, weight.t(), out=out)
 
 
-def _multiply_slots(
-    x: torch.Tensor, weight: torch.Tensor, slots: list[int], rows_per_slot: list[int]
-) -> torch.Tensor:
-    """Multiply consecutive rows of `x` [num_rows, K] by the weights [N, K] of their slots."""
-    out = x.new_empty(x.shape[0], weight.shape[1])
+def _multiply_slots(x: torch.Tensor, weight: torch.Tensor, row_counts: Int64Array) -> torch.Tensor:
+    """Multiply the rows of each slot by its weight, in the weight dtype.
+
+    Args:
+        x: [num_rows, K], sorted by slot.
+        weight: [num_slots, N, K].
+        row_counts: rows of each slot, int64 [num_slots].
+
+    Returns:
+        [num_rows, N].
+    """
+    num_rows = x.shape[0]
+    if num_rows and _is_small_and_aligned(weight):
+        row_ends = torch.from_numpy(row_counts.cumsum(dtype=np.int32))
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=row_ends)
+    out = x.new_empty(num_rows, weight.shape[1])
     widen = not _has_fast_gemm(weight.dtype)
-    weights = weight.unbind(0)
-    for slot, x_slot, out_slot in zip(
-        slots, torch.split(x, rows_per_slot), torch.split(out, rows_per_slot)
-    ):
-        _multiply(x_slot, weights[slot], out_slot, widen)
+    slots = row_counts.nonzero()[0]
+    rows_per_slot = row_counts[slots].tolist()
+    x_of_slot, out_of_slot = x.split_with_sizes(rows_per_slot), out.split_with_sizes(rows_per_slot)
+    for slot, x_slot, out_slot in zip(slots.tolist(), x_of_slot, out_of_slot):
+        _multiply(x_slot, weight[slot], out_slot, widen)
     return out
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _pack_rows(
+    sorted_pair: Int32Array,
+    pair_row: Int32Array,
+    row_starts: Int32Array,
+    num_tokens: int,
+    top_k: int,
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Drop the padding from the rows of `PairTiles` and list each token's rows in the order of k.
+
+    Returns:
+        The token of each packed row; of the local pairs in flat order, the packed row and the pair;
+        where each token's local pairs start, [num_tokens]; the packed rows of each slot.
+    """
+    num_pairs = pair_row.size
+    num_local = np.count_nonzero(pair_row >= 0)
+    token = np.empty(num_local, np.int64)
+    row_counts = np.zeros(row_starts.size - 1, np.int64)
+    packed_row_of_pair = np.empty(num_pairs, np.int64)
+    packed_row = 0
+    for slot in range(row_starts.size - 1):
+        for row in range(row_starts[slot], row_starts[slot + 1]):
+            pair = sorted_pair[row]
+            if pair < num_pairs:
+                token[packed_row] = pair // top_k
+                row_counts[slot] += 1
+                packed_row_of_pair[pair] = packed_row
+                packed_row += 1
+    bag_pairs = np.flatnonzero(pair_row >= 0)
+    bag_starts = np.searchsorted(bag_pairs, np.arange(num_tokens) * top_k)
+    return token, packed_row_of_pair[bag_pairs], bag_pairs, bag_starts, row_counts
+
+
+def _repeat_rows(bias: torch.Tensor, row_counts: Int64Array) -> torch.Tensor:
+    """Repeat row s of `bias` [num_slots, N] for the rows of slot s."""
+    row_slot = np.repeat(np.arange(row_counts.size), row_counts)
+    return bias.index_select(0, torch.from_numpy(row_slot))
 
 
 @torch.no_grad()
@@ -120,33 +185,24 @@ def run_expert_ffn(
             f"tiles hold {tiles.num_pairs} pairs in {schedule.num_slots} slots, the arguments "
             f"{num_tokens * top_k} pairs in {gate_up.shape[0]} slots"
         )
-    # Packed rows: the rows of the schedule that hold a pair, in order, without the padding.
-    filled_rows = np.flatnonzero(tiles.sorted_pair != tiles.num_pairs)
-    token = torch.from_numpy(tiles.sorted_pair[filled_rows] // top_k)
-    all_rows_per_slot = np.diff(np.searchsorted(filled_rows, schedule.row_starts))
-    active_slots = np.flatnonzero(all_rows_per_slot)
-    rows_per_slot = all_rows_per_slot[active_slots].tolist()
-    slots = active_slots.tolist()
-    row_slot = torch.from_numpy(np.repeat(active_slots, rows_per_slot))
+    packed = _pack_rows(tiles.sorted_pair, tiles.pair_row, schedule.row_starts, num_tokens, top_k)
+    token, bag_rows, bag_pairs, bag_starts = map(torch.from_numpy, packed[:4])
+    row_counts = packed[4]
 
-    up = _multiply_slots(hidden.index_select(0, token), gate_up, slots, rows_per_slot).float()
+    up = _multiply_slots(hidden.index_select(0, token), gate_up, row_counts).float()
     if gate_up_bias is not None:
-        up += gate_up_bias.index_select(0, row_slot)
+        up += _repeat_rows(gate_up_bias, row_counts)
     activated = gated_activation(up, activation).to(down.dtype)
-    product = _multiply_slots(activated, down, slots, rows_per_slot).float()
+    product = _multiply_slots(activated, down, row_counts).float()
     if down_bias is not None:
-        product += down_bias.index_select(0, row_slot)
-
-    # Combine: one bag of packed rows per token, summed in order; an empty bag is a row of zeros.
-    local_pairs = np.flatnonzero(tiles.pair_row >= 0)
-    packed_row = np.searchsorted(filled_rows, tiles.pair_row[local_pairs])
-    bag_starts = np.searchsorted(local_pairs, np.arange(num_tokens) * top_k)
+        product += _repeat_rows(down_bias, row_counts)
+    # Sums each token's bag of rows in order; an empty bag gives a row of zeros.
     return F.embedding_bag(
-        torch.from_numpy(packed_row),
+        bag_rows,
         product,
-        torch.from_numpy(bag_starts),
+        bag_starts,
         mode="sum",
-        per_sample_weights=routing_weights.reshape(-1)[torch.from_numpy(local_pairs)],
+        per_sample_weights=routing_weights.reshape(-1).index_select(0, bag_pairs),
     )
 
 
@@ -165,7 +221,7 @@ def run_dense_ffn(
     Returns:
         float32 [num_tokens, H].
     """
-    rows = [hidden.shape[0]]
-    up = _multiply_slots(hidden, gate_up[None], [0], rows).float()
+    row_counts = np.array([hidden.shape[0]])
+    up = _multiply_slots(hidden, gate_up[None], row_counts).float()
     activated = gated_activation(up, activation).to(down.dtype)
-    return _multiply_slots(activated, down[None], [0], rows).float()
+    return _multiply_slots(activated, down[None], row_counts).float()

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from afore_kernels.errors import ShapeError
-from afore_kernels.gemm.tiles import Int32Array, IntegerArray
+from afore_kernels.gemm.tiles import Int32Array, IntegerArray, count_pairs
 
 
 def count_demand(expert_ids: IntegerArray, num_experts: int) -> Int32Array:
-    """Count the pairs of each expert (section 6.1, d_{t,a}).
+    """Return the demand vector d_{t,a} of one attention rank (section 6.1).
 
     Args:
-        expert_ids: any integer dtype and shape; ids outside [0, num_experts) are not counted.
+        expert_ids: the rank's ids [num_tokens, top_k], any integer dtype; ids outside
+            [0, num_experts) are not counted.
         num_experts: routed experts E.
 
     Returns:
-        int32 [num_experts].
+        int32 [num_experts]; zeros for a rank without tokens.
 
     Raises:
-        ShapeError: if the ids are not integers.
-
-    >>> count_demand(np.array([[2, 0], [2, -1]]), 3)
-    array([1, 0, 2], dtype=int32)
+        ShapeError: if the ids are not an integer matrix.
     """
-    if not np.issubdtype(expert_ids.dtype, np.integer):
-        raise ShapeError(f"expert_ids must be integers, got {expert_ids.dtype}")
-    ids = expert_ids.reshape(-1)
-    valid = ids[(ids >= 0) & (ids < num_experts)]
-    return np.bincount(valid, minlength=num_experts).astype(np.int32)
+    if expert_ids.ndim != 2:
+        raise ShapeError(f"expert_ids must be [num_tokens, top_k], got {list(expert_ids.shape)}")
+    return count_pairs(expert_ids, num_experts)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from afore_kernels.errors import ShapeError
-from afore_kernels.gemm.tiles import IntegerArray, PairTiles, TileSchedule, number_pairs
+from afore_kernels.gemm.tiles import IntegerArray, PairTiles, TileSchedule
 from afore_kernels.partition.intervals import SlotIntervals
 
 
@@ -42,27 +41,13 @@ def partition_pairs(
     Raises:
         ShapeError: if the ids are not integers.
     """
-    if not np.issubdtype(expert_ids.dtype, np.integer):
-        raise ShapeError(f"expert_ids must be integers, got {expert_ids.dtype}")
-    num_experts = intervals.demand.size
-    ordinals, counts = number_pairs(expert_ids, num_experts)
-
-    slot_of_expert = np.full(num_experts, -1, np.int32)
+    slot_of_expert = np.full(intervals.demand.size, -1, np.int32)
     bound_slots = np.flatnonzero(intervals.expert >= 0)
     slot_of_expert[intervals.expert[bound_slots]] = bound_slots
-
-    pairs = np.flatnonzero(ordinals >= 0)
-    slots = slot_of_expert[expert_ids.reshape(-1)[pairs]]
-    pairs, slots = pairs[slots >= 0], slots[slots >= 0]
-    ordinals = ordinals[pairs]
-    is_local = (intervals.lo[slots] <= ordinals) & (ordinals < intervals.hi[slots])
-    pairs, slots, ordinals = pairs[is_local], slots[is_local], ordinals[is_local]
-
-    pair_row = np.full(expert_ids.size, -1, np.int32)
-    pair_row[pairs] = schedule.row_starts[slots] + ordinals - intervals.lo[slots]
+    tiles, counts = PairTiles.select(schedule, expert_ids, slot_of_expert, intervals.lo)
     mismatched = np.flatnonzero(counts != intervals.demand)
     return Partition(
-        tiles=PairTiles.from_pair_rows(schedule, pair_row),
+        tiles=tiles,
         num_invalid=expert_ids.size - int(counts.sum()),
         mismatched_expert=int(mismatched[0]) if mismatched.size else -1,
     )

@@ -22,8 +22,7 @@ class Admission:
     """Admits one client per attention rank.
 
     A rank whose client is gone counts as empty, so the other ranks go on. It can be taken again
-    once no
-    other rank is connected: only then does a new client know which target comes next.
+    once no other rank is connected: only then does a new client know which target comes next.
     """
 
     def __init__(self, memory: TierMemory) -> None:

@@ -87,7 +87,7 @@ class AttentionClient:
 
     @classmethod
     def connect(cls, address: str, rank: int = 0, timeout_s: float = 30.0) -> Self:
-        """Connect to a tier of this host by the path of its socket (`Tier.address`).
+        """Connect to a tier of this host by its `Tier.address`.
 
         Raises:
             PeerLost: if no tier listens there, or it does not admit this rank.
@@ -96,7 +96,7 @@ class AttentionClient:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_s)
         try:
-            connection.connect(address)
+            connection.connect(socket_address(address))
             connection.sendall(json.dumps({"rank": rank}).encode() + b"\n")
             data, fds, _, _ = socket.recv_fds(connection, _MAX_HELLO, 1)
         except OSError as error:
@@ -152,9 +152,7 @@ class AttentionClient:
                 self._forget(target)
                 raise
             self._next_sequence += 1
-            self._track.record(
-                Stage.DEMAND_POSTED, sequence, start_ns, time.monotonic_ns(), num_tokens
-            )
+            self._record(Stage.DEMAND_POSTED, sequence, start_ns, num_tokens)
 
     def submit(
         self,
@@ -208,7 +206,8 @@ class AttentionClient:
 
         Raises:
             ReplyTimeout: if no result came in time; the target stays in flight and can be waited
-            for. MailboxTimeout: if a rank's demand or input did not reach the tier in time.
+                for.
+            MailboxTimeout: if a rank's demand or input did not reach the tier in time.
             CountMismatchError: if the submitted ids are not those whose demand was sent.
             PlanOrderError: if the ranks posted different targets, or this one is not in flight.
             PeerLost: or the tier's failure, if a rank or the tier is down.
@@ -229,12 +228,8 @@ class AttentionClient:
         self._forget(target)
         if outcome != OK:
             raise self._error(target, outcome)
-        self._track.record(
-            Stage.RECEIVED,
-            in_flight.sequence,
-            in_flight.submitted_ns,
-            time.monotonic_ns(),
-            in_flight.num_tokens,
+        self._record(
+            Stage.RECEIVED, in_flight.sequence, in_flight.submitted_ns, in_flight.num_tokens
         )
         return output
 
@@ -302,6 +297,11 @@ class AttentionClient:
             self._in_flight.pop(target, None)
             self._changed.notify_all()
 
+    def _record(self, stage: Stage, sequence: int, start_ns: int, num_tokens: int) -> None:
+        """Record an event that ends now; a track has one writer, and threads share this one."""
+        with self._changed:
+            self._track.record(stage, sequence, start_ns, time.monotonic_ns(), num_tokens)
+
     def _find(self, target: Target) -> _InFlight:
         with self._changed:
             in_flight = self._in_flight.get(target)
@@ -344,6 +344,14 @@ class AttentionClient:
                 return CountMismatchError(
                     f"{target}: the submitted expert ids are not those whose demand was sent"
                 )
+
+
+def socket_address(address: str) -> str:
+    """The Unix socket behind a tier's address; "@" stands for Linux's abstract namespace.
+
+    An abstract socket has no file, so nothing is left behind however the tier ends.
+    """
+    return "\0" + address[1:] if address.startswith("@") else address
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

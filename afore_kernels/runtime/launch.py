@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import secrets
 import selectors
 import socket
-import tempfile
+import struct
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -19,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from afore_kernels.config import MoEConfig, TierConfig
 from afore_kernels.errors import AforeError, PeerLost
 from afore_kernels.runtime.admission import Admission
-from afore_kernels.runtime.client import AttentionClient
+from afore_kernels.runtime.client import AttentionClient, socket_address
 from afore_kernels.runtime.memory import TierMemory
 from afore_kernels.runtime.processes import Child, reported_error
 from afore_kernels.runtime.shared import RUNNING
@@ -50,8 +51,7 @@ class Tier:
         ]
         self._scheduler = Child("scheduler", "scheduler")
         self._workers = [Child("worker", f"worker {w}") for w in range(tier.num_workers)]
-        self._directory = tempfile.TemporaryDirectory(prefix="afore-")
-        self.address = str(Path(self._directory.name) / "tier.sock")
+        self.address = f"@afore-{secrets.token_hex(8)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._wake, self._wake_end = socket.socketpair()
         self._supervisor = threading.Thread(
@@ -116,7 +116,6 @@ class Tier:
             child.socket.close()
         for segment in (self._memory.segment, *self._weight_segments):
             segment.close()
-        self._directory.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -170,7 +169,7 @@ class Tier:
                 raise child.lost()
             if (reported := reported_error(message)) is not None:
                 raise reported
-        self._listener.bind(self.address)
+        self._listener.bind(socket_address(self.address))
         self._listener.listen()
         self._supervisor.start()
 
@@ -222,6 +221,11 @@ class Tier:
         """Answer a client's hello with the tier's memory; returns its rank if it was admitted."""
         connection.settimeout(_CLOSE_TIMEOUT_S)
         try:
+            _, user, _ = struct.unpack(
+                "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            )
+            if user != os.getuid():
+                raise PeerLost(f"user {user} is not the user of the tier")
             rank = json.loads(connection.recv(4096))["rank"]
             if not isinstance(rank, int):
                 raise PeerLost(f"attention rank must be an integer, got {rank!r}")

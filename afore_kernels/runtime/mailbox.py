@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from afore_kernels.config import MoEConfig, TierConfig
+from afore_kernels.config import INT32_MAX, MoEConfig, TierConfig
 from afore_kernels.errors import MailboxTimeout
 from afore_kernels.plan import Target, record_checksum
 from afore_kernels.runtime.memory import DEMAND_BELL, TierMemory
@@ -134,7 +134,7 @@ def collect_entry(mailbox, rank, sequence, top_k, max_tokens, demand, target, ra
         return ENTRY_BAD
     total = np.int64(0)
     for expert in range(demand.size):
-        if counts[expert] < 0:
+        if counts[expert] < 0 or np.int64(demand[expert]) + counts[expert] > INT32_MAX:
             return ENTRY_BAD
         total += counts[expert]
     if total > np.int64(num_tokens) * top_k:

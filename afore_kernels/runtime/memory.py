@@ -41,12 +41,12 @@ NUM_BELLS = 5
 AWAITED, CONNECTED, LOST = 0, 1, 2
 """States of an attention rank: no client yet, served, or its client is gone (counts as empty)."""
 
-_FAILURE_BYTES = 1024
+_FAILURE_BYTES = 10_240  # 800 characters, of at most 12 bytes each in JSON
 
 
 def deadline_after(seconds: float) -> int:
     """Deadline on the `monotonic_ns` clock."""
-    return time.monotonic_ns() + min(int(seconds * 1e9), FOREVER_NS)
+    return time.monotonic_ns() + int(min(seconds * 1e9, FOREVER_NS))
 
 
 class TierMemory:
@@ -107,8 +107,7 @@ class TierMemory:
             return
         text = json.dumps({"error": type(error).__name__, "message": str(error)[:800]}).encode()
         field = self.arrays["failure"]
-        field[:] = 0
-        field[: min(len(text), _FAILURE_BYTES)] = np.frombuffer(text[:_FAILURE_BYTES], np.uint8)
+        field[: len(text)] = np.frombuffer(text, np.uint8)
         self._set_state(FAILED)
 
     def failure(self) -> AforeError:

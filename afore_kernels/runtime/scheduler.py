@@ -153,6 +153,7 @@ def collect_demand(mailbox, buffers, bounds, sequence, num_layers):  # type: ign
     """
     buffers.demand[:] = 0
     buffers.rank_tokens[:] = 0
+    buffers.target[:] = -1
     first = -1
     for rank in range(buffers.rank_tokens.size):
         if count(mailbox.posted, rank) <= sequence:

@@ -140,7 +140,9 @@ class ExpertSlots:
 
     def _load_shared(self, layer: int, shared: SharedTensors | None) -> None:
         width = self._moe.shared_intermediate_size
-        if shared is None or shared.down.shape != (self._moe.hidden_size, width):
+        hidden = self._moe.hidden_size
+        expected = ((2 * width, hidden), (hidden, width))
+        if shared is None or tuple(tuple(tensor.shape) for tensor in shared) != expected:
             raise ShapeError(f"layer {layer} needs a shared expert of width {width}")
         assert self.shared_gate_up is not None
         assert self.shared_down is not None

@@ -14,6 +14,9 @@ from afore_kernels.runtime.timeline import Track
 from afore_kernels.runtime.weights import ExpertSlots
 from afore_kernels.runtime.worker import FfnWorker
 
+_COLLECTIVE_TIMEOUTS = 2
+"""A worker may wait one reply timeout for inputs before it joins the others in a collective."""
+
 
 def main(context: ChildContext, report_ready: Callable[[], None]) -> None:
     """Build the worker of `context` and run it until the tier stops."""
@@ -33,7 +36,9 @@ def main(context: ChildContext, report_ready: Callable[[], None]) -> None:
         migration_stream,
         Track(memory, f"worker {worker} migration"),
     )
-    collectives = Collectives(worker, tier.num_workers, context.store_port, timeout_s)
+    collectives = Collectives(
+        worker, tier.num_workers, context.store_port, _COLLECTIVE_TIMEOUTS * timeout_s
+    )
     model_stream = InlineStream(timeout_s)
     ffn = FfnWorker(worker, memory, slots[worker], migrator, model_stream, collectives)
     report_ready()

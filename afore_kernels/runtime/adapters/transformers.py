@@ -82,9 +82,9 @@ class AttachedModel:
         Returns:
             [num_tokens, hidden_size], dtype and device of `hidden`.
         """
-        chunks = [tensor.detach().split(self._chunk_tokens) for tensor in (hidden, expert_ids)]
-        weights = routing_weights.detach().float().split(self._chunk_tokens)
-        outputs = [self._run_target(layer, *chunk) for chunk in zip(*chunks, weights, strict=True)]
+        inputs = (hidden.detach(), expert_ids, routing_weights.detach().float())
+        chunks = zip(*(torch.split(tensor, self._chunk_tokens) for tensor in inputs), strict=True)
+        outputs = [self._run_target(layer, *chunk) for chunk in chunks]
         return torch.cat(outputs).to(hidden)
 
     def _run_target(

@@ -88,8 +88,8 @@ def _layer_config(name: str, module: Any) -> MoEConfig:
     dtype = str(weight.dtype).removeprefix("torch.")
     require(dtype in get_args(Dtype), f"weights of dtype {dtype} are not supported")
     require(weight.device.type != "meta", "its weights are not loaded")
-    top_k = getattr(module.config, "num_experts_per_tok", None)
-    require(top_k is not None, f"{type(module.config).__name__} has no num_experts_per_tok")
+    has_top_k = hasattr(module.config, "num_experts_per_tok")
+    require(has_top_k, f"{type(module.config).__name__} has no num_experts_per_tok")
     activation = _find_activation(module)
     require(activation is not None, "its activation is not one the tier computes")
     num_experts, double_width, hidden_size = (
@@ -98,7 +98,7 @@ def _layer_config(name: str, module: Any) -> MoEConfig:
     return MoEConfig(
         num_layers=1,
         num_experts=num_experts,
-        top_k=top_k,
+        top_k=module.config.num_experts_per_tok,
         hidden_size=hidden_size,
         intermediate_size=double_width // 2,
         dtype=dtype,  # type: ignore[arg-type]
