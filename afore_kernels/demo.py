@@ -123,8 +123,8 @@ def run(args: argparse.Namespace) -> int:
         comparison_table(summaries, {name: g.tokens_per_s for name, g in generations.items()})
     )
     console.print(
-        f"monolithic: {expected.tokens_per_s:.0f} tokens/s. Here the tier's processes share the "
-        "model's cores,\nso its rate shows what the hand-over costs, not what disaggregation gains.",
+        f"monolithic: {expected.tokens_per_s:.0f} tokens/s. The tier's processes share the model's "
+        "cores: its rate\nshows the cost of the hand-over, not the gain of disaggregation.",
         soft_wrap=True,
     )
     return 0 if set(num_equal.values()) == {num_tokens} else 1

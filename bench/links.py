@@ -7,23 +7,28 @@ same compiled planner.
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from typing import Protocol
 
 import numpy as np
 from numba import int64, typeof
 
 from afore_kernels.config import MoEConfig, TierConfig
+from afore_kernels.errors import PeerLost
 from afore_kernels.plan import Int32Array, Plan, Target
+from afore_kernels.runtime import scheduler
 from afore_kernels.runtime.cost import CostModel
 from afore_kernels.runtime.mailbox import DemandWriter, Mailbox, write_entry
 from afore_kernels.runtime.memory import TierMemory, deadline_after
 from afore_kernels.runtime.placement import Candidate, LayerState, layer_state
 from afore_kernels.runtime.plan_ring import PlanReader, PlanWriter, check_order, write_plan
 from afore_kernels.runtime.planner import Limits
-from afore_kernels.runtime.processes import Child
+from afore_kernels.runtime.processes import ChildContext
 from afore_kernels.runtime.scheduler import Bounds, Buffers, collect_demand, plan_target
 from afore_kernels.runtime.shared import advance, compiled
 from bench.channels import TIMEOUT_S, Channel
@@ -67,21 +72,39 @@ class SharedMemoryLink:
         return lambda: plan_reader.read(deadline_after(TIMEOUT_S))
 
 
+def serve_plans(memory: TierMemory, ready: Connection) -> None:
+    """Be the tier's scheduler until the tier stops or the process that forked this one is gone."""
+
+    def watch_parent() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        memory.stop()
+
+    threading.Thread(target=watch_parent, daemon=True).start()
+    with suppress(PeerLost):
+        scheduler.main(ChildContext(memory, -1, [], 0), lambda: ready.send(True))
+
+
 @contextmanager
 def running_scheduler(memory: TierMemory) -> Iterator[None]:
     """Run the tier's scheduler process on `memory`."""
-    scheduler = Child("scheduler", "scheduler")
+    context = multiprocessing.get_context("fork")
+    ready, ready_end = context.Pipe(duplex=False)
+    process = context.Process(target=serve_plans, args=(memory, ready_end), daemon=True)
+    process.start()
+    ready_end.close()
     try:
-        scheduler.start(memory.moe, memory.tier, memory.segment)
-        scheduler.socket.settimeout(memory.tier.startup_timeout_s)
-        if (message := scheduler.receive()) is None or "ready" not in message:
-            raise scheduler.lost()
+        if not ready.poll(memory.tier.startup_timeout_s):
+            raise TimeoutError("the scheduler is not ready")
+        ready.recv()
         yield
     finally:
         memory.stop()
-        scheduler.wait(CLOSE_TIMEOUT_S)
-        scheduler.kill()
-        scheduler.socket.close()
+        process.join(CLOSE_TIMEOUT_S)
+        process.kill()
+        process.join()
+        ready.close()
 
 
 @compiled

@@ -5,6 +5,8 @@ run, with the same processes. A sample runs from just before the last rank's dem
 every reader has copied and validated the plan. In `paced` mode every process has been idle for 1 ms
 before the post; in `back-to-back` mode the next post follows the last reader at once.
 
+On a machine that others use, run it under `chrt -r 5` (root), or their load is what it measures.
+
 Run: python -m bench.mailbox [--workers 4] [--experts 128] [--ranks 2] [--targets 2000]
     [--json FILE] [--quick]
 """
@@ -141,8 +143,7 @@ def running_processes(calls: list[tuple[Any, ...]]) -> Iterator[None]:
             process.join(CLOSE_TIMEOUT_S)
     finally:
         for process in processes:
-            if process.is_alive():
-                process.kill()
+            process.kill()
             process.join()
 
 
@@ -192,8 +193,8 @@ def measure(moe: MoEConfig, tier: TierConfig, num_targets: int) -> dict[str, Any
                     "ratio": float(np.median(samples) / np.median(visible_us[0, timed])),
                 }
             )
-    for link in messages:
-        link.close()
+    for message_link in messages:
+        message_link.close()
     return {"rows": rows, "validation_us": time_validation(memory, num_sequences)}
 
 
@@ -241,12 +242,17 @@ def main() -> None:
         num_ranks=arguments.ranks,
         max_tokens_per_rank=TOKENS_PER_RANK,
     )
+    is_real_time = os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR)
+    priority = "real-time" if is_real_time else "normal"
     load = [os.getloadavg()[0]]
     result = measure(moe, tier, num_targets)
     load.append(os.getloadavg()[0])
     command = shlex.join(["python", "-m", "bench.mailbox", *sys.argv[1:]])
     print(hardware_line())
-    print(f"{os.cpu_count()} CPUs, load average {load[0]:.1f} before, {load[1]:.1f} after")
+    print(
+        f"{os.cpu_count()} CPUs, load average {load[0]:.1f} before, {load[1]:.1f} after, "
+        f"{priority} priority"
+    )
     print(f"commit {commit()}: {command}")
     print(f"a reader alone validates a plan in {result['validation_us']:.0f} us, in every row")
     header = ("median us", "p99 us", "planning us", "ratio to ours")
@@ -262,7 +268,12 @@ def main() -> None:
         if channel is None:
             print(f"{'':<14}{name:<24}{'not installed':>14}")
     if arguments.json:
-        source = {"command": command, "commit": commit(), "load_average": load}
+        source = {
+            "command": command,
+            "commit": commit(),
+            "priority": priority,
+            "load_average": load,
+        }
         write_json(arguments.json, source | result)
 
 

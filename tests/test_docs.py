@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import json
 import re
 import socket
@@ -64,8 +63,10 @@ def section(title: str) -> str:
 
 def rows_of(text: str, first_column: str) -> list[list[str]]:
     """Cells of the table whose header starts with `first_column`."""
-    body = text.split(f"\n| {first_column} |")[1].split("\n", 2)[2].split("\n\n")[0]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines()]
+    header = rf"^\| {re.escape(first_column)} \|.*\n\|[-|]+\n"
+    table = re.search(rf"{header}((?:\|.*\n)+)", text, re.MULTILINE)
+    assert table, f"no table of {first_column}"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
 
 
 def evaluate(expression: str) -> Any:
@@ -100,11 +101,12 @@ def decode(title: str, data: np.ndarray) -> dict[str, Any]:
 
 def fnv1a(data: np.ndarray, checksum_offset: int) -> int:
     """The checksum as the page states it."""
-    words = array.array("I", np.ascontiguousarray(data).tobytes())
+    start, factor = re.findall(r"start with (\d+);.*?\* (\d+)`", section("Checksum"), re.DOTALL)[0]
+    words = np.ascontiguousarray(data).reshape(-1).view(np.uint32).tolist()
     words[checksum_offset // 4] = 0
-    value = 2166136261
+    value = int(start)
     for word in words:
-        value = (value ^ word) * 16777619 % 2**32
+        value = (value ^ word) * int(factor) % 2**32
     return value
 
 
@@ -248,8 +250,8 @@ def test_every_counter_is_listed(memory: TierMemory) -> None:
     # Counter i is element 8 * i: rank 1; rank 1 with slot 4 % 3; rank 1 with worker 2.
     expected = {"demand_posted": [8], "input_ready": [8 * 4], "reply_ready": [8 * 5]}
     assert changed == {name: expected.get(name, []) for name in listed}
-    rung = {f"{bell} " for bell in np.flatnonzero(memory.arrays["bells"][:, 0])}
-    assert rung == {listed[name][:2] for name in expected}
+    rung = np.flatnonzero(memory.arrays["bells"][:, 0]).tolist()
+    assert rung == [int(listed[name].split()[0]) for name in expected]
 
 
 @pytest.mark.parametrize(
@@ -330,17 +332,20 @@ def test_links_and_paths_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_modules_and_names_exist(page: Path) -> None:
-    """`runtime/mailbox.py` is a file of the package, `mailbox.write_entry` a name in it."""
+    """A file of the package by its path, a name by its module or class: `mailbox.write_entry`."""
     text = page.read_text()
     package = ROOT / "afore_kernels"
-    files = set(re.findall(r"`((?:\w+/)*\w+\.py)`", text))
-    missing = [name for name in files if not any((r / name).exists() for r in (package, ROOT))]
-    assert missing == []
-    sources = {path.stem: path.read_text() for path in package.rglob("*.py")}
-    names = re.findall(r"`(\w+)\.(\w+)`", text)
+    files = re.findall(r"`((?:\w+/)*\w+\.py)`", text)
+    assert [name for name in files if not any((r / name).exists() for r in (package, ROOT))] == []
+
+    source_of = {}
+    for path in package.rglob("*.py"):
+        source = path.read_text()
+        source_of[path.stem] = source
+        source_of |= dict.fromkeys(re.findall(r"^class (\w+)", source, re.MULTILINE), source)
     unknown = [
-        f"{module}.{name}"
-        for module, name in names
-        if module in sources and name != "py" and not re.search(rf"\b{name}\b", sources[module])
+        f"{owner}.{name}"
+        for owner, name in re.findall(r"`(\w+)\.(\w+)`", text)
+        if name != "py" and not re.search(rf"\b{name}\b", source_of.get(owner, ""))
     ]
     assert unknown == []

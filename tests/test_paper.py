@@ -62,8 +62,9 @@ def plan(
 ) -> PlannedTarget:
     """Plan `demand` with tiles of TILE_M pairs and theta = 0."""
     limits = Limits(tile_m=TILE_M, copy_budget=copy_budget, compactness_threshold=0)
+    unprotected = np.zeros(state.slot_expert.shape, np.uint8)
     return plan_microbatch(
-        demand, state, placement, limits, cost, sequence=9, is_protected=np.zeros((3, 2), np.uint8)
+        demand, state, placement, limits, cost, sequence=9, is_protected=unprotected
     )
 
 
@@ -113,30 +114,33 @@ def test_equation_4_tile_load_of_a_worker() -> None:
 
 
 def test_equation_5_the_largest_tile_load_is_minimised() -> None:
-    # 12 tiles of expert 0 on three workers: no assignment beats 4, and copies cost nothing.
-    planned = plan(int32(48, 0, 0, 0, 0, 0), LayerState.initial(PLACEMENT))
-    result = make_plan(int32(48, 0, 0, 0, 0, 0), planned.slot_expert, planned.slot_pairs)
-    _, tiles = worker_loads(result, PLACEMENT)
-    assert tiles.tolist() == [4, 4, 4]
+    # 8 tiles on worker 0, 4 on worker 2: no assignment beats 4, and copies cost nothing.
+    demand = int32(32, 0, 0, 0, 16, 0)
+    planned = plan(demand, LayerState.initial(PLACEMENT))
+    result = make_plan(demand, planned.slot_expert, planned.slot_pairs)
+    assert worker_loads(result, PLACEMENT)[1].tolist() == [4, 4, 4]
 
 
 def test_equation_6_only_added_replicas_are_copied() -> None:
-    demand = int32(48, 0, 0, 0, 0, 0)
-    first = plan(demand, LayerState.initial(PLACEMENT))
-    assert sorted(np.argwhere(first.slot_copy)[:, 0].tolist()) == [1, 2]
-    again = plan(demand, first.state)
-    assert again.slot_copy.sum() == 0
-    # Expert 4 takes the load: its replicas are new, the ones of expert 0 leave without a transfer.
-    other = plan(int32(0, 0, 0, 0, 48, 0), again.state)
-    assert other.slot_expert[other.slot_copy == 1].tolist() == [4, 4]
-    assert np.argwhere(other.slot_copy)[:, 0].tolist() == [0, 1]
-    cost = CostModel(tile_time_us=0.0, slot_time_us=0.0, copy_time_us=50.0, window_us=0.0)
-    # Two copies into worker 1 queue up, as do three out of worker 2.
-    assert copy_time_us(int64(1, 2, 0), int64(1, 1, 1), cost) == 100.0
-    assert copy_time_us(int64(2, 1, 0), int64(0, 0, 3), cost) == 150.0
+    placement = PrimaryPlacement(num_experts=6, num_workers=3, redundant_slots=1)
+    demand = int32(32, 0, 0, 0, 16, 0)
+    first = plan(demand, LayerState.initial(placement), placement=placement)
+    assert first.slot_expert.tolist() == [[-1], [0], [-1]]
+    assert first.slot_copy.tolist() == [[0], [1], [0]]
+    again = plan(demand, first.state, placement=placement)
+    assert again.slot_expert.tolist() == [[-1], [0], [-1]]
+    assert again.slot_copy.tolist() == [[0], [0], [0]]
+    # Expert 4 takes the load and the slot: its replica is added, that of expert 0 just leaves.
+    other = plan(int32(0, 16, 0, 0, 32, 0), again.state, placement=placement)
+    assert other.slot_expert.tolist() == [[-1], [4], [-1]]
+    assert other.slot_copy.tolist() == [[0], [1], [0]]
 
 
 def test_equation_7_only_the_time_beyond_the_window_is_exposed() -> None:
+    cost = CostModel(tile_time_us=0.0, slot_time_us=0.0, copy_time_us=50.0, window_us=0.0)
+    # M: two copies into worker 1 queue up, as do three out of worker 2.
+    assert copy_time_us(int64(1, 2, 0), int64(1, 1, 1), cost) == 100.0
+    assert copy_time_us(int64(2, 1, 0), int64(0, 0, 3), cost) == 150.0
     assert exposed_time_us(150.0, 100.0) == 50.0
     assert exposed_time_us(100.0, 100.0) == 0.0
     assert exposed_time_us(0.0, 100.0) == 0.0
@@ -153,20 +157,15 @@ def test_equation_8_net_gain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("copy_us", "num_copies"),
-    [
-        (20.0, 2),  # gains: one copy 120 - 60 - 20 = 40, two 120 - 40 - 2 * 20 = 40: first wins
-        (19.0, 2),
-        (30.0, 1),
-        (59.0, 1),
-        (60.0, 0),  # a gain of 0 is not installed
-    ],
+    ("copy_us", "num_copies"), [(4.0, 3), (5.0, 1), (29.0, 1), (30.0, 0), (31.0, 0)]
 )
 def test_equation_9_the_largest_positive_net_gain_is_installed(
     copy_us: float, num_copies: int
 ) -> None:
+    # 3 tiles each of experts 0 and 1. The moves make the loads 3 3 0, then 2 3 1, then 2 2 2; all
+    # copies leave worker 0. With c per copy the gains are 30 - c, 30 - 2c and 40 - 3c.
     cost = CostModel(tile_time_us=10.0, slot_time_us=0.0, copy_time_us=copy_us, window_us=0.0)
-    planned = plan(int32(48, 0, 0, 0, 0, 0), LayerState.initial(PLACEMENT), cost)
+    planned = plan(int32(12, 12, 0, 0, 0, 0), LayerState.initial(PLACEMENT), cost)
     assert planned.slot_copy.sum() == num_copies
 
 

@@ -22,7 +22,7 @@ Int64Array = npt.NDArray[np.int64]
 # Measured on 2 cores of an AMD EPYC (AVX2, 512 KiB of L2 per core), 1536 x 2048 weights.
 # `weight @ x.T` streams a weight once, `x @ weight.T` once per few rows: 1.5x for 2 to 64 rows, and
 # nothing to gain for one row or when the weight stays in the cache. Small weights are bound by the
-# overhead per call instead: `grouped_mm`, whose loop over slots is compiled, takes 0.75x.
+# overhead per call instead: there `grouped_mm`, whose loop over slots is compiled, takes 0.75x.
 _SKINNY_ROWS = range(2, 128)
 _SKINNY_MIN_WEIGHTS = 1 << 17
 # A CPU without 16-bit dot products runs 16-bit GEMMs one row at a time: from 8 rows on, widening
@@ -91,13 +91,13 @@ def _multiply_slots(x: torch.Tensor, weight: torch.Tensor, row_counts: Int64Arra
     Returns:
         [num_rows, N].
     """
-    num_rows = x.shape[0]
-    if num_rows and _is_small_and_aligned(weight):
+    slots = row_counts.nonzero()[0]
+    # `grouped_mm` visits every slot, with or without rows.
+    if 2 * slots.size > row_counts.size and _is_small_and_aligned(weight):
         row_ends = torch.from_numpy(row_counts.cumsum(dtype=np.int32))
         return F.grouped_mm(x, weight.transpose(1, 2), offs=row_ends)
-    out = x.new_empty(num_rows, weight.shape[1])
+    out = x.new_empty(x.shape[0], weight.shape[1])
     widen = not _has_fast_gemm(weight.dtype)
-    slots = row_counts.nonzero()[0]
     rows_per_slot = row_counts[slots].tolist()
     x_of_slot, out_of_slot = x.split_with_sizes(rows_per_slot), out.split_with_sizes(rows_per_slot)
     for slot, x_slot, out_slot in zip(slots.tolist(), x_of_slot, out_of_slot):

@@ -50,10 +50,13 @@ class Admission:
                     f"attention rank {rank} was lost; it can be taken again when no other rank is "
                     f"connected, but rank {others[0]} is"
                 )
-            if state == AWAITED:
-                first = int(count(self._memory.arrays["next_sequence"], 0))
-            else:
+            if state == LOST:  # nobody is connected: start afresh with every rank
                 first = self._drain(rank)
+                for lost in range(num_ranks):
+                    if self._state(lost) == LOST:
+                        self._set(lost, AWAITED, first)
+            else:
+                first = int(count(self._memory.arrays["next_sequence"], 0))
             self._set(rank, CONNECTED, first)
             return first
 

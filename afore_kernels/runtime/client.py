@@ -35,7 +35,7 @@ from afore_kernels.partition.demand import count_demand
 from afore_kernels.plan import Target
 from afore_kernels.runtime.mailbox import DemandWriter
 from afore_kernels.runtime.memory import TierMemory, deadline_after, decode_error
-from afore_kernels.runtime.shared import Segment, count
+from afore_kernels.runtime.shared import RUNNING, Segment, count
 from afore_kernels.runtime.timeline import Stage, Track
 from afore_kernels.runtime.transports.local import (
     OK,
@@ -46,6 +46,7 @@ from afore_kernels.runtime.transports.local import (
 )
 
 _MAX_HELLO = 1 << 20
+_CHECK_INTERVAL_S = 0.05
 
 
 @dataclass(slots=True)
@@ -254,8 +255,7 @@ class AttentionClient:
         step, layer, microbatch = target
         if not 0 <= layer < self.moe.num_layers or not 0 <= microbatch <= INT32_MAX or step < 0:
             raise ShapeError(f"{target} is not a target of {self.moe.num_layers} layers")
-        if self._is_closed:
-            raise PeerLost("the client was closed")
+        self._check_open()
         is_integer = not (expert_ids.is_floating_point() or expert_ids.dtype == torch.bool)
         if not is_integer or expert_ids.ndim != 2 or expert_ids.shape[1] != self.moe.top_k:
             raise ShapeError(
@@ -279,18 +279,25 @@ class AttentionClient:
     def _claim(self, target: Target, sequence: int, num_tokens: int) -> None:
         """Take the slot of `sequence`, free once the target `depth` before it was taken."""
 
-        def is_free() -> bool:
-            return all(t.sequence != sequence - self._depth for t in self._in_flight.values())
-
+        deadline = time.monotonic() + self.tier.demand_timeout_s
         with self._changed:
             if target in self._in_flight:
                 raise PlanOrderError(f"{target} is already in flight")
-            if not self._changed.wait_for(is_free, self.tier.demand_timeout_s):
-                raise MailboxTimeout(
-                    f"{target} cannot be posted: {self._depth} targets are in flight and the "
-                    f"oldest was not waited for"
-                )
+            while any(t.sequence == sequence - self._depth for t in self._in_flight.values()):
+                self._check_open()
+                if time.monotonic() >= deadline:
+                    raise MailboxTimeout(
+                        f"{target} cannot be posted: {self._depth} targets are in flight and the "
+                        f"oldest was not waited for"
+                    )
+                self._changed.wait(_CHECK_INTERVAL_S)
             self._in_flight[target] = _InFlight(sequence, num_tokens)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise PeerLost("the client was closed")
+        if self._memory.state[0] != RUNNING:
+            raise self._memory.failure()
 
     def _forget(self, target: Target) -> None:
         with self._changed:

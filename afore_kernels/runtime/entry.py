@@ -1,4 +1,4 @@
-"""Entry point of a tier's processes: `python -m afore_kernels.runtime.entry ROLE CONTROL_FD`.
+"""Entry point of a tier's processes: `python -m afore_kernels.runtime.entry CONTROL_FD`.
 
 The roles' modules are imported, never run as `__main__`: compiled code is cached under the module's
 name.
@@ -6,12 +6,8 @@ name.
 
 import sys
 
-from afore_kernels.runtime.processes import run_child
+from afore_kernels.runtime import scheduler, worker_process
+from afore_kernels.runtime.processes import run_launcher
 
 if __name__ == "__main__":
-    role, control_fd = sys.argv[1], int(sys.argv[2])
-    if role == "scheduler":
-        from afore_kernels.runtime.scheduler import main
-    else:
-        from afore_kernels.runtime.worker_process import main
-    run_child(role, control_fd, main)
+    run_launcher(int(sys.argv[1]), {"scheduler": scheduler.main, "worker": worker_process.main})

@@ -22,7 +22,7 @@ from afore_kernels.errors import AforeError, PeerLost
 from afore_kernels.runtime.admission import Admission
 from afore_kernels.runtime.client import AttentionClient, socket_address
 from afore_kernels.runtime.memory import TierMemory
-from afore_kernels.runtime.processes import Child, reported_error
+from afore_kernels.runtime.processes import Child, Launcher, reported_error
 from afore_kernels.runtime.shared import RUNNING
 from afore_kernels.runtime.timeline import Timeline
 from afore_kernels.runtime.weights import ExpertSlots, WeightSource
@@ -50,8 +50,9 @@ class Tier:
             for w in range(tier.num_workers)
         ]
         self._scheduler = Child("scheduler", "scheduler")
-        self._workers = [Child("worker", f"worker {w}") for w in range(tier.num_workers)]
+        self._workers = [Child("worker", f"worker {w}", w) for w in range(tier.num_workers)]
         self.address = f"@afore-{secrets.token_hex(8)}"
+        self._launcher: Launcher | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._wake, self._wake_end = socket.socketpair()
         self._supervisor = threading.Thread(
@@ -105,8 +106,11 @@ class Tier:
         self._memory.stop()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for child in self._children:
-            child.wait(max(deadline - time.monotonic(), 0.01))
+            if self._launcher is not None:
+                child.wait(max(deadline - time.monotonic(), 0.01))
             child.kill()
+        if self._launcher is not None:
+            self._launcher.close()
         self._wake.close()
         if self._supervisor.ident is not None:
             self._supervisor.join()
@@ -142,16 +146,9 @@ class Tier:
             timeout=timedelta(seconds=tier.startup_timeout_s),
             wait_for_workers=False,
         )
-        self._scheduler.start(moe, tier, segment)
-        for worker, child in enumerate(self._workers):
-            child.start(
-                moe,
-                tier,
-                segment,
-                worker=worker,
-                weight_segments=self._weight_segments,
-                store_port=store.port,
-            )
+        self._launcher = Launcher(
+            self._children, moe, tier, segment, self._weight_segments, store.port
+        )
         for worker, weight_segment in enumerate(self._weight_segments):
             slots = ExpertSlots(moe, self._memory.placement, worker, weight_segment)
             slots.load_primaries(weights)
@@ -243,6 +240,14 @@ class Tier:
         }
         _try_send(connection, json.dumps(hello).encode(), [self._memory.segment.fd])
         return rank
+
+
+def _check_user(connection: socket.socket) -> None:
+    """An abstract socket has no file permissions: admit the tier's own user only."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _, user, _ = struct.unpack("3i", credentials)
+    if user != os.getuid():
+        raise PeerLost(f"user {user} is not the user that started the tier")
 
 
 def _try_send(connection: socket.socket, data: bytes, fds: list[int]) -> None:

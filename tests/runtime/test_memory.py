@@ -14,7 +14,7 @@ from afore_kernels.runtime.memory import (
     deadline_after,
     decode_error,
 )
-from afore_kernels.runtime.shared import FAILED, RUNNING, STOPPING, Segment, advance, get_word
+from afore_kernels.runtime.shared import FAILED, RUNNING, Segment, advance, get_word
 from afore_kernels.runtime.transports import local
 
 
@@ -26,7 +26,6 @@ def test_two_mappings_see_one_layout(make_memory):
         array.reshape(-1).view("u1")[:] = i + 1
     for i, array in enumerate(other.arrays.values()):
         assert (array.reshape(-1).view("u1") == i + 1).all()
-    memory.state[0] = STOPPING
     other.segment.close()
 
 
@@ -68,7 +67,7 @@ def test_first_failure_is_the_one_every_wait_raises(make_memory):
     memory.fail(PeerLost("a longer message that came second"))
     memory.stop()
     assert memory.state[0] == FAILED
-    with pytest.raises(PlanRingTimeout, match="^worker 1 is late$"):
+    with pytest.raises(PlanRingTimeout, match=r"^worker 1 is late$"):
         memory.wait("plans_copied", 0, 1, ACK_BELL, deadline_after(5.0))
 
 

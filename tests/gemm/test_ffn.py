@@ -1,0 +1,145 @@
+"""`moe_ffn`: the public call, its layouts and its argument checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from afore_kernels import moe_ffn
+from afore_kernels.config import Activation
+from afore_kernels.errors import ShapeError
+from afore_kernels.gemm.reference import reference_moe_ffn
+from afore_kernels.testing import assert_close, make_routing, make_weights
+
+SILU = Activation()
+
+
+def make_arguments(dtype: torch.dtype = torch.float32, top_k: int = 3) -> dict[str, Any]:
+    weights = make_weights(6, 32, 16, dtype=dtype)
+    ids, routing = make_routing(11, 6, top_k, seed=1)
+    hidden = torch.randn(11, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return {
+        "hidden": hidden,
+        "expert_ids": ids,
+        "routing_weights": routing,
+        **weights._asdict(),
+    }
+
+
+def check(arguments: dict[str, Any]) -> None:
+    """Run and compare with the oracle, whose arguments are made contiguous."""
+    actual = moe_ffn(**arguments, activation=SILU)
+    dense = {name: tensor.contiguous() for name, tensor in arguments.items()}
+    assert actual.dtype == arguments["hidden"].dtype
+    assert_close(actual, reference_moe_ffn(**dense, activation=SILU), actual.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("top_k", [1, 2, 6])
+def test_matches_oracle(dtype: torch.dtype, top_k: int) -> None:
+    check(make_arguments(dtype, top_k))
+
+
+def test_result_does_not_depend_on_tile_m() -> None:
+    arguments = make_arguments()
+    runs = [moe_ffn(**arguments, activation=SILU, tile_m=m) for m in (1, 2, 16, 128)]
+    assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+def test_duplicate_and_invalid_ids() -> None:
+    arguments = make_arguments()
+    arguments["expert_ids"][0] = 2
+    arguments["expert_ids"][1] = torch.tensor([-1, 5, 5])
+    arguments["expert_ids"][2] = torch.tensor([6, -5, 13])
+    check(arguments)
+    arguments["expert_ids"] = arguments["expert_ids"].long()
+    arguments["expert_ids"][0, 0] = 2**32 + 2
+    check(arguments)
+    arguments["expert_ids"].fill_(-1)
+    assert not moe_ffn(**arguments, activation=SILU).any()
+
+
+def test_no_tokens() -> None:
+    arguments = make_arguments()
+    for name in ("hidden", "expert_ids", "routing_weights"):
+        arguments[name] = arguments[name][:0]
+    assert moe_ffn(**arguments, activation=SILU).shape == (0, 32)
+
+
+@pytest.mark.parametrize("name", list(make_arguments()))
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "stepped", "offset"])
+def test_strided_argument(name: str, layout: str) -> None:
+    arguments = make_arguments()
+    tensor = arguments[name]
+    if layout == "transposed":
+        strided = tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+    else:
+        wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), 77).to(tensor.dtype)
+        width = tensor.shape[-1]
+        strided = {
+            "sliced": wide[..., :width],
+            "stepped": wide[..., : 2 * width : 2],
+            "offset": wide[..., 1 : width + 1],
+        }[layout]
+        strided.copy_(tensor)
+    assert not strided.is_contiguous()
+    check(arguments | {name: strided})
+
+
+def test_bias_counts_once_per_pair() -> None:
+    arguments = make_arguments()
+    for name in ("gate_up", "down", "gate_up_bias"):
+        arguments[name] = torch.zeros_like(arguments[name])
+    arguments["expert_ids"][:] = torch.tensor([1, 1, -1])
+    routing = arguments["routing_weights"]
+    expected = (routing[:, 0] + routing[:, 1])[:, None] * arguments["down_bias"][1]
+    torch.testing.assert_close(moe_ffn(**arguments, activation=SILU), expected)
+
+
+def test_parameters_that_require_grad() -> None:
+    arguments = make_arguments()
+    expected = moe_ffn(**arguments, activation=SILU)
+    for name in ("hidden", "routing_weights", "gate_up", "down"):
+        arguments[name] = arguments[name].requires_grad_()
+    actual = moe_ffn(**arguments, activation=SILU)
+    assert torch.equal(actual, expected)
+    assert not actual.requires_grad
+
+
+NAN_WEIGHTS = torch.full((11, 3), torch.nan)
+INF_WEIGHTS = torch.full((11, 3), torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": torch.zeros(11, 2, 32)}, "hidden must have 2 dimensions"),
+        ({"expert_ids": torch.zeros(33, dtype=torch.int32)}, "expert_ids must have 2"),
+        ({"gate_up": torch.zeros(32, 32)}, "gate_up must have 3"),
+        ({"expert_ids": torch.zeros(11, 0, dtype=torch.int32)}, "at least one column"),
+        ({"gate_up": torch.zeros(0, 32, 32)}, "at least one expert"),
+        ({"gate_up": torch.zeros(6, 31, 32)}, "2 \\* I rows"),
+        ({"gate_up": torch.zeros(6, 0, 32)}, "2 \\* I rows"),
+        ({"gate_up": torch.zeros(6, 32, 33)}, "gate_up must be"),
+        ({"gate_up": torch.zeros(6, 32, 32, dtype=torch.float64)}, "float32, float16 or"),
+        ({"down": torch.zeros(6, 32, 17)}, "down must be"),
+        ({"down": torch.zeros(5, 32, 16)}, "down must be"),
+        ({"gate_up_bias": torch.zeros(6, 31)}, "gate_up_bias must be"),
+        ({"down_bias": torch.zeros(6, 31)}, "down_bias must be"),
+        ({"down": torch.zeros(6, 32, 16, dtype=torch.float16)}, "down is torch.float16"),
+        ({"hidden": torch.zeros(11, 32, dtype=torch.bfloat16)}, "hidden is torch.bfloat16"),
+        ({"down_bias": torch.zeros(6, 32, dtype=torch.float16)}, "down_bias is"),
+        ({"expert_ids": torch.zeros(10, 3, dtype=torch.int32)}, "expert_ids must be"),
+        ({"routing_weights": torch.zeros(11, 2)}, "routing_weights must be"),
+        ({"expert_ids": torch.zeros(11, 3)}, "int32 or int64"),
+        ({"routing_weights": torch.zeros(11, 3, dtype=torch.int32)}, "floating point"),
+        ({"routing_weights": NAN_WEIGHTS}, "finite"),
+        ({"routing_weights": INF_WEIGHTS}, "finite"),
+    ],
+)
+def test_bad_argument_is_named(changes: dict[str, torch.Tensor], message: str) -> None:
+    arguments = make_arguments() | changes
+    with pytest.raises(ShapeError, match=message):
+        moe_ffn(**arguments, activation=SILU)
