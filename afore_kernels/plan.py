@@ -153,46 +153,18 @@ class Plan:
         Raises:
             InfeasiblePlanError: naming the constraint, the worker and the slot.
         """
-
-        def fail(what: str) -> None:
-            raise InfeasiblePlanError(f"plan {self.sequence} for {self.target}: {what}")
-
-        def fail_where(bad: npt.NDArray[np.bool_], what: str) -> None:
-            if bad.any():
-                worker, slot = np.argwhere(bad)[0]
-                fail(f"{what} at worker {worker}, redundant slot {slot}")
-
-        num_experts = placement.num_experts
-        expert = self.slot_expert
-        if self.tile_m < 1 or self.tile_m & (self.tile_m - 1):
-            fail(f"tile_m {self.tile_m} is not a power of two")
-        if (self.demand < 0).any():
-            fail(f"negative demand for expert {int(np.argmin(self.demand))}")
-        if (self.rank_tokens < 0).any():
-            fail(f"negative token count of rank {int(np.argmin(self.rank_tokens))}")
-        fail_where((expert < -1) | (expert >= num_experts), "expert id out of range")
-        bound = expert >= 0
-        fail_where((self.slot_pairs < 0), "negative pair count")
-        fail_where((self.slot_pairs > 0) & ~bound, "pairs in an empty slot")
-        fail_where((self.slot_copy > 1), "copy flag is neither 0 nor 1")
-        fail_where((self.slot_copy == 1) & ~bound, "copy into a slot without an expert")
-        worker_of_slot = np.arange(placement.num_workers)[:, None]
-        fail_where(
-            bound & (placement.primary_worker[expert] == worker_of_slot),
-            "replica of an expert beside its primary",
+        violation, worker, slot, count = _find_violation(
+            self.tile_m,
+            self.demand,
+            self.rank_tokens,
+            self.slot_expert,
+            self.slot_pairs,
+            self.slot_copy,
+            placement.primary_worker,
         )
-        ordered = np.sort(expert, axis=1)
-        repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-        if repeated.any():
-            fail(f"an expert holds two slots of worker {int(np.argwhere(repeated)[0, 0])}")
-        replica_pairs = np.zeros(num_experts, np.int64)
-        np.add.at(replica_pairs, expert[bound], self.slot_pairs[bound])
-        if (replica_pairs > self.demand).any():
-            first = int(np.argmax(replica_pairs > self.demand))
-            fail(
-                f"replicas of expert {first} run {replica_pairs[first]} pairs of its "
-                f"{self.demand[first]}"
-            )
+        if violation != _VALID:
+            what = _VIOLATIONS[violation].format(worker=worker, slot=slot, count=count)
+            raise InfeasiblePlanError(f"plan {self.sequence} for {self.target}: {what}")
 
     def validate_after(self, previous: Plan) -> None:
         """Check that no copy goes into a slot that the preceding plan `previous` uses (U_t).
@@ -209,6 +181,86 @@ class Plan:
                 f"plan {self.sequence} for {self.target} copies into worker {worker}, redundant "
                 f"slot {slot}, which plan {previous.sequence} for {previous.target} uses"
             )
+
+
+_SLOT = "at worker {worker}, redundant slot {slot}"
+_VIOLATIONS = (
+    "",
+    "tile_m {count} is not a power of two",
+    "negative demand {count} for expert {slot}",
+    "negative token count {count} of rank {slot}",
+    f"expert id out of range {_SLOT}",
+    f"negative pair count {_SLOT}",
+    f"pairs in an empty slot {_SLOT}",
+    f"copy flag is neither 0 nor 1 {_SLOT}",
+    f"copy into a slot without an expert {_SLOT}",
+    f"replica of an expert beside its primary {_SLOT}",
+    f"an expert holds two slots of worker {{worker}}, the second {_SLOT}",
+    f"replicas of expert {{count}} run more pairs than its demand, the last {_SLOT}",
+)
+(
+    _VALID,
+    _BAD_TILE_M,
+    _NEGATIVE_DEMAND,
+    _NEGATIVE_TOKENS,
+    _BAD_EXPERT,
+    _NEGATIVE_PAIRS,
+    _PAIRS_WITHOUT_EXPERT,
+    _BAD_COPY_FLAG,
+    _COPY_WITHOUT_EXPERT,
+    _BESIDE_PRIMARY,
+    _TWO_SLOTS,
+    _OVER_DEMAND,
+) = range(len(_VIOLATIONS))
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _find_violation(
+    tile_m: int,
+    demand: Int32Array,
+    rank_tokens: Int32Array,
+    slot_expert: Int32Array,
+    slot_pairs: Int32Array,
+    slot_copy: UInt8Array,
+    primary_worker: Int32Array,
+) -> tuple[int, int, int, int]:
+    """Find the first broken constraint of a plan: (violation, worker, slot, count).
+
+    Compiled, because every worker checks every plan: 3 us instead of 100.
+    """
+    if tile_m < 1 or tile_m & (tile_m - 1) != 0:
+        return _BAD_TILE_M, -1, -1, tile_m
+    for expert in range(demand.size):
+        if demand[expert] < 0:
+            return _NEGATIVE_DEMAND, -1, expert, demand[expert]
+    for rank in range(rank_tokens.size):
+        if rank_tokens[rank] < 0:
+            return _NEGATIVE_TOKENS, -1, rank, rank_tokens[rank]
+    primary_pairs = demand.astype(np.int64)
+    for worker in range(slot_expert.shape[0]):
+        for slot in range(slot_expert.shape[1]):
+            expert, pairs = slot_expert[worker, slot], slot_pairs[worker, slot]
+            if not -1 <= expert < demand.size:
+                return _BAD_EXPERT, worker, slot, expert
+            if pairs < 0:
+                return _NEGATIVE_PAIRS, worker, slot, pairs
+            if slot_copy[worker, slot] > 1:
+                return _BAD_COPY_FLAG, worker, slot, 0
+            if expert == -1:
+                if pairs > 0:
+                    return _PAIRS_WITHOUT_EXPERT, worker, slot, pairs
+                if slot_copy[worker, slot] == 1:
+                    return _COPY_WITHOUT_EXPERT, worker, slot, 0
+                continue
+            if primary_worker[expert] == worker:
+                return _BESIDE_PRIMARY, worker, slot, expert
+            for earlier in range(slot):
+                if slot_expert[worker, earlier] == expert:
+                    return _TWO_SLOTS, worker, slot, expert
+            primary_pairs[expert] -= pairs
+            if primary_pairs[expert] < 0:
+                return _OVER_DEMAND, worker, slot, expert
+    return _VALID, -1, -1, 0
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

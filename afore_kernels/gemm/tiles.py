@@ -19,6 +19,7 @@ from afore_kernels.config import INT32_MAX
 from afore_kernels.errors import ShapeError
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 IntegerArray = npt.NDArray[np.integer[Any]]
 PairCount = TypeVar("PairCount", int, Int32Array)
 
@@ -52,15 +53,33 @@ def count_pairs(expert_ids: IntegerArray, num_experts: int) -> Int32Array:
     >>> count_pairs(np.array([[2, 0], [2, -1]]), 3)
     array([1, 0, 2], dtype=int32)
     """
-    ids = _flat_ids(expert_ids)
-    valid = ids[(ids >= 0) & (ids < num_experts)]
-    return np.bincount(valid, minlength=num_experts).astype(np.int32)
+    counts = np.zeros(num_experts, np.int32)
+    _count_ids(counts, _flat_ids(expert_ids))
+    return counts
 
 
-def _flat_ids(expert_ids: IntegerArray) -> npt.NDArray[np.int64]:
-    if not np.issubdtype(expert_ids.dtype, np.integer):
+def _flat_ids(expert_ids: IntegerArray) -> Int64Array:
+    if expert_ids.dtype.kind not in "iu":
         raise ShapeError(f"expert_ids must be integers, got {expert_ids.dtype}")
     return np.ascontiguousarray(expert_ids.reshape(-1), dtype=np.int64)
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _count_ids(counts: Int32Array, ids: Int64Array) -> None:
+    for expert in ids:
+        if 0 <= expert < counts.size:
+            counts[expert] += 1
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _fill_tiles(
+    tile_slot: Int32Array, tile_m_index: Int32Array, row_starts: Int32Array, tile_m: int
+) -> None:
+    for slot in range(row_starts.size - 1):
+        first_tile = row_starts[slot] // tile_m
+        for tile in range(first_tile, row_starts[slot + 1] // tile_m):
+            tile_slot[tile] = slot
+            tile_m_index[tile] = tile - first_tile
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -68,7 +87,7 @@ def _fill_rows(
     sorted_pair: Int32Array,
     pair_row: Int32Array,
     counts: Int32Array,
-    ids: npt.NDArray[np.int64],
+    ids: Int64Array,
     slot_of_expert: Int32Array,
     first_ordinal: Int32Array,
     pairs_per_slot: Int32Array,
@@ -119,24 +138,20 @@ class TileSchedule:
         """
         if tile_m < 1:
             raise ShapeError(f"tile_m must be positive, got {tile_m}")
-        if (pairs_per_slot < 0).any():
+        if pairs_per_slot.min(initial=0) < 0:
             slot = int(np.argmin(pairs_per_slot))
             raise ShapeError(f"slot {slot} has a negative pair count {pairs_per_slot[slot]}")
-        tiles_per_slot = -(-pairs_per_slot.astype(np.int64) // tile_m)
+        # The sums are taken in int64, to see that they fit int32.
         tile_starts = np.zeros(pairs_per_slot.size + 1, np.int64)
-        np.cumsum(tiles_per_slot, out=tile_starts[1:])
-        if tile_starts[-1] * tile_m > INT32_MAX:
-            raise ShapeError(f"{tile_starts[-1]} tiles of {tile_m} rows exceed {INT32_MAX} rows")
-        slots = np.arange(pairs_per_slot.size, dtype=np.int32)
-        tile_slot = np.repeat(slots, tiles_per_slot)
-        tile_m_index = np.arange(tile_slot.size) - tile_starts[tile_slot]
-        return cls(
-            tile_m,
-            pairs_per_slot.astype(np.int32),
-            (tile_starts * tile_m).astype(np.int32),
-            tile_slot,
-            tile_m_index.astype(np.int32),
-        )
+        np.cumsum(-(-pairs_per_slot.astype(np.int64) // tile_m), out=tile_starts[1:])
+        num_tiles = int(tile_starts[-1])
+        if num_tiles * tile_m > INT32_MAX:
+            raise ShapeError(f"{num_tiles} tiles of {tile_m} rows exceed {INT32_MAX} rows")
+        row_starts = (tile_starts * tile_m).astype(np.int32)
+        tile_slot = np.empty(num_tiles, np.int32)
+        tile_m_index = np.empty(num_tiles, np.int32)
+        _fill_tiles(tile_slot, tile_m_index, row_starts, tile_m)
+        return cls(tile_m, pairs_per_slot.astype(np.int32), row_starts, tile_slot, tile_m_index)
 
     @property
     def num_slots(self) -> int:
@@ -206,7 +221,7 @@ class PairTiles:
         ids = _flat_ids(expert_ids)
         sorted_pair = np.full(schedule.num_rows, ids.size, np.int32)
         pair_row = np.full(ids.size, -1, np.int32)
-        counts = np.zeros_like(slot_of_expert)
+        counts = np.zeros(slot_of_expert.size, np.int32)
         _fill_rows(
             sorted_pair,
             pair_row,
@@ -233,7 +248,7 @@ class PairTiles:
         """
         schedule = TileSchedule.from_pair_counts(count_pairs(expert_ids, num_experts), tile_m)
         slots = np.arange(num_experts, dtype=np.int32)
-        tiles, _ = cls.select(schedule, expert_ids, slots, np.zeros_like(slots))
+        tiles, _ = cls.select(schedule, expert_ids, slots, np.zeros(num_experts, np.int32))
         return tiles
 
     @property

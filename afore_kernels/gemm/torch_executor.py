@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import numba
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from afore_kernels.config import Activation
 from afore_kernels.errors import ShapeError
 from afore_kernels.gemm.activation import gated_activation
-from afore_kernels.gemm.tiles import Int32Array, PairTiles
-
-Int64Array = npt.NDArray[np.int64]
+from afore_kernels.gemm.tiles import Int32Array, Int64Array, PairTiles
 
 # Measured on 2 cores of an AMD EPYC (AVX2, 512 KiB of L2 per core), 1536 x 2048 weights.
 # `weight @ x.T` streams a weight once, `x @ weight.T` once per few rows: 1.5x for 2 to 64 rows, and
