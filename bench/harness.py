@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -19,17 +20,20 @@ def time_paired(
     """Time alternatives in alternation, so that drift of the machine hits all of them alike.
 
     Args:
-        candidates: name -> call. Every round runs each once; the order rotates by one per round.
+        candidates: name -> call. Every round runs each once in a new random order: what ran before a
+            candidate decides what it finds in the caches.
         rounds: samples per candidate.
         warmup: untimed rounds before.
 
     Returns:
         Name -> durations in microseconds, sample i of every name from the same round.
     """
+    order = random.Random(0)
     names = list(candidates)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for i in range(-warmup, rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        order.shuffle(names)
+        for name in names:
             start = time.perf_counter_ns()
             candidates[name]()
             elapsed_us = (time.perf_counter_ns() - start) / 1e3

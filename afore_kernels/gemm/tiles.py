@@ -53,8 +53,7 @@ def count_pairs(expert_ids: IntegerArray, num_experts: int) -> Int32Array:
     >>> count_pairs(np.array([[2, 0], [2, -1]]), 3)
     array([1, 0, 2], dtype=int32)
     """
-    counts = np.zeros(num_experts, np.int32)
-    _count_ids(counts, _flat_ids(expert_ids))
+    counts: Int32Array = _count_ids(_flat_ids(expert_ids), num_experts)
     return counts
 
 
@@ -65,35 +64,55 @@ def _flat_ids(expert_ids: IntegerArray) -> Int64Array:
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _count_ids(counts: Int32Array, ids: Int64Array) -> None:
+def _count_ids(ids: Int64Array, num_experts: int) -> Int32Array:
+    counts = np.zeros(num_experts, np.int32)
     for expert in ids:
-        if 0 <= expert < counts.size:
+        if 0 <= expert < num_experts:
             counts[expert] += 1
+    return counts
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _fill_tiles(
-    tile_slot: Int32Array, tile_m_index: Int32Array, row_starts: Int32Array, tile_m: int
-) -> None:
-    for slot in range(row_starts.size - 1):
+def _lay_out_tiles(
+    pairs_per_slot: Int32Array, tile_m: int
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Return row_starts, tile_slot and tile_m_index of `TileSchedule`."""
+    num_slots = pairs_per_slot.size
+    row_starts = np.zeros(num_slots + 1, np.int32)
+    num_rows = np.int64(0)
+    for slot in range(num_slots):
+        if pairs_per_slot[slot] < 0:
+            raise ShapeError("a slot has a negative pair count")
+        num_rows += -(-np.int64(pairs_per_slot[slot]) // tile_m) * tile_m
+        if num_rows > INT32_MAX:
+            raise ShapeError("the rows of all slots exceed int32")
+        row_starts[slot + 1] = num_rows
+    tile_slot = np.empty(num_rows // tile_m, np.int32)
+    tile_m_index = np.empty(num_rows // tile_m, np.int32)
+    for slot in range(num_slots):
         first_tile = row_starts[slot] // tile_m
         for tile in range(first_tile, row_starts[slot + 1] // tile_m):
             tile_slot[tile] = slot
             tile_m_index[tile] = tile - first_tile
+    return row_starts, tile_slot, tile_m_index
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _fill_rows(
-    sorted_pair: Int32Array,
-    pair_row: Int32Array,
-    counts: Int32Array,
     ids: Int64Array,
     slot_of_expert: Int32Array,
     first_ordinal: Int32Array,
     pairs_per_slot: Int32Array,
     row_starts: Int32Array,
-) -> None:
-    """Number the pairs of each expert in flat order and place those that a local slot runs."""
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Number the pairs of each expert in flat order and place those that a local slot runs.
+
+    Returns:
+        sorted_pair and pair_row of `PairTiles`, and the pairs of each expert.
+    """
+    sorted_pair = np.full(row_starts[-1], ids.size, np.int32)
+    pair_row = np.full(ids.size, -1, np.int32)
+    counts = np.zeros(slot_of_expert.size, np.int32)
     for pair in range(ids.size):
         expert = ids[pair]
         if expert < 0 or expert >= counts.size:
@@ -108,6 +127,7 @@ def _fill_rows(
             row = row_starts[slot] + index
             sorted_pair[row] = pair
             pair_row[pair] = row
+    return sorted_pair, pair_row, counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,28 +150,15 @@ class TileSchedule:
     tile_m_index: Int32Array
 
     @classmethod
-    def from_pair_counts(cls, pairs_per_slot: IntegerArray, tile_m: int) -> Self:
-        """Lay out slots that hold `pairs_per_slot` [num_slots] pairs.
+    def from_pair_counts(cls, pairs_per_slot: Int32Array, tile_m: int) -> Self:
+        """Lay out slots that hold `pairs_per_slot` pairs, int32 [num_slots].
 
         Raises:
             ShapeError: if a count is negative, `tile_m` is not positive or the rows exceed int32.
         """
         if tile_m < 1:
             raise ShapeError(f"tile_m must be positive, got {tile_m}")
-        if pairs_per_slot.min(initial=0) < 0:
-            slot = int(np.argmin(pairs_per_slot))
-            raise ShapeError(f"slot {slot} has a negative pair count {pairs_per_slot[slot]}")
-        # The sums are taken in int64, to see that they fit int32.
-        tile_starts = np.zeros(pairs_per_slot.size + 1, np.int64)
-        np.cumsum(-(-pairs_per_slot.astype(np.int64) // tile_m), out=tile_starts[1:])
-        num_tiles = int(tile_starts[-1])
-        if num_tiles * tile_m > INT32_MAX:
-            raise ShapeError(f"{num_tiles} tiles of {tile_m} rows exceed {INT32_MAX} rows")
-        row_starts = (tile_starts * tile_m).astype(np.int32)
-        tile_slot = np.empty(num_tiles, np.int32)
-        tile_m_index = np.empty(num_tiles, np.int32)
-        _fill_tiles(tile_slot, tile_m_index, row_starts, tile_m)
-        return cls(tile_m, pairs_per_slot.astype(np.int32), row_starts, tile_slot, tile_m_index)
+        return cls(tile_m, pairs_per_slot, *_lay_out_tiles(pairs_per_slot, tile_m))
 
     @property
     def num_slots(self) -> int:
@@ -218,15 +225,8 @@ class PairTiles:
         Raises:
             ShapeError: if the ids are not integers.
         """
-        ids = _flat_ids(expert_ids)
-        sorted_pair = np.full(schedule.num_rows, ids.size, np.int32)
-        pair_row = np.full(ids.size, -1, np.int32)
-        counts = np.zeros(slot_of_expert.size, np.int32)
-        _fill_rows(
-            sorted_pair,
-            pair_row,
-            counts,
-            ids,
+        sorted_pair, pair_row, counts = _fill_rows(
+            _flat_ids(expert_ids),
             slot_of_expert,
             first_ordinal,
             schedule.pairs_per_slot,

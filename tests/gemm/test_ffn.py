@@ -125,7 +125,7 @@ INF_WEIGHTS = torch.full((11, 3), torch.inf)
         ({"gate_up": torch.zeros(6, 32, 33)}, "gate_up must be"),
         (
             {"gate_up": torch.zeros(6, 32, 32, dtype=torch.float64)},
-            "gate_up must be torch.float32 or",
+            "gate_up must be torch",
         ),
         ({"down": torch.zeros(6, 32, 17)}, "down must be"),
         ({"down": torch.zeros(5, 32, 16)}, "down must be"),
@@ -133,11 +133,11 @@ INF_WEIGHTS = torch.full((11, 3), torch.inf)
         ({"down_bias": torch.zeros(6, 31)}, "down_bias must be"),
         (
             {"down": torch.zeros(6, 32, 16, dtype=torch.float16)},
-            "down must be torch.float32, got torch.float16",
+            "down must be torch.float32",
         ),
         (
             {"hidden": torch.zeros(11, 32, dtype=torch.bfloat16)},
-            "hidden must be torch.float32, got torch.bfloat16",
+            "hidden must be torch.float32",
         ),
         ({"down_bias": torch.zeros(6, 32, dtype=torch.float16)}, "down_bias must be torch.float32"),
         ({"hidden": torch.zeros(10, 32)}, "expert_ids must be"),
@@ -146,7 +146,7 @@ INF_WEIGHTS = torch.full((11, 3), torch.inf)
         ({"expert_ids": torch.zeros(11, 3)}, "torch.int32 or torch.int64"),
         (
             {"routing_weights": torch.zeros(11, 3, dtype=torch.int32)},
-            "routing_weights must be torch.float32 or",
+            "routing_weights must be torch",
         ),
         ({"routing_weights": NAN_WEIGHTS}, "finite"),
         ({"routing_weights": INF_WEIGHTS}, "finite"),

@@ -33,7 +33,7 @@ def test_count_tiles(num_pairs: int, tile_m: int, expected: int) -> None:
 
 
 def test_schedule_by_hand() -> None:
-    schedule = TileSchedule.from_pair_counts(np.array([3, 0, 4, 9]), 4)
+    schedule = TileSchedule.from_pair_counts(np.array([3, 0, 4, 9], np.int32), 4)
     assert schedule.tiles_per_slot.tolist() == [1, 0, 1, 3]
     assert schedule.row_starts.tolist() == [0, 4, 4, 8, 20]
     assert schedule.tile_slot.tolist() == [0, 2, 3, 3, 3]
@@ -58,14 +58,14 @@ def test_schedule_invariants(counts: list[int], tile_m: int) -> None:
 @pytest.mark.parametrize(
     ("counts", "tile_m", "message"),
     [
-        ([1, -2], 16, "slot 1 has a negative pair count -2"),
+        ([1, -2], 16, "negative pair count"),
         ([1], 0, "tile_m must be positive"),
-        ([2**30, 2**30], 16, "exceed"),
+        ([2**30, 2**30], 16, "exceed int32"),
     ],
 )
 def test_schedule_rejects(counts: list[int], tile_m: int, message: str) -> None:
     with pytest.raises(ShapeError, match=message):
-        TileSchedule.from_pair_counts(np.array(counts), tile_m)
+        TileSchedule.from_pair_counts(np.array(counts, np.int32), tile_m)
 
 
 @given(

@@ -110,7 +110,7 @@ def test_slots_without_pairs_and_padding_are_never_read() -> None:
 
 def test_rows_the_plan_promised_but_the_routing_lacks_are_padding() -> None:
     # A routing with fewer pairs than the schedule: sentinels lie between valid rows.
-    schedule = TileSchedule.from_pair_counts(np.array([20, 3]), 16)
+    schedule = TileSchedule.from_pair_counts(np.array([20, 3], np.int32), 16)
     ids = torch.tensor([[0, 1], [0, 1]])
     slots = np.arange(2, dtype=np.int32)
     tiles, counts = PairTiles.select(schedule, ids.numpy(), slots, np.zeros_like(slots))

@@ -154,10 +154,11 @@ class TestPlantedFaults:
         case = make_case()
         fill_rows = tiles._fill_rows
 
-        def fill_backwards(sorted_pair, pair_row, counts, ids, *rest):  # type: ignore[no-untyped-def]
-            fill_rows(sorted_pair, pair_row, counts, ids[::-1].copy(), *rest)
+        def fill_backwards(ids, *rest):  # type: ignore[no-untyped-def]
+            sorted_pair, pair_row, counts = fill_rows(ids[::-1].copy(), *rest)
             is_filled = sorted_pair < ids.size
             sorted_pair[is_filled] = ids.size - 1 - sorted_pair[is_filled]
+            return sorted_pair, pair_row[::-1], counts
 
         parts = partition_all(case)
         monkeypatch.setattr(tiles, "_fill_rows", fill_backwards)

@@ -44,7 +44,7 @@ FIELDS = {
     "bells": bells(1),
     "data": Field(np.int64, (1000,)),
 }
-NUM_TURNS = 1000
+NUM_TURNS = 300
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -52,7 +52,7 @@ def new_arrays():
     return map_fields(Segment.create("afore-test", layout_bytes(FIELDS)), FIELDS)
 
 
-def soon(seconds: float = 20.0) -> int:
+def soon(seconds: float = 60.0) -> int:
     return time.monotonic_ns() + int(seconds * 1e9)
 
 
@@ -89,7 +89,7 @@ def test_counter_hands_data_over_between_threads(background):
     arrays = new_arrays()
     other = background(play, arrays, 1)
     assert play(arrays, 0) == NUM_TURNS
-    assert other.result() == NUM_TURNS
+    assert other.result(60.0) == NUM_TURNS
     assert count(arrays["counters"], 0) == NUM_TURNS
 
 
@@ -102,7 +102,7 @@ def test_counter_hands_data_over_between_processes():
     ) as other:
         try:
             assert play(arrays, 0) == NUM_TURNS
-            assert other.wait(20) == 0
+            assert other.wait(60) == 0
         finally:
             other.kill()
             segment.close()
