@@ -2,6 +2,7 @@
 
 install:
 	scripts/install
+	scripts/compile
 
 demo: install
 	.venv/bin/afore demo

@@ -20,8 +20,8 @@ def time_paired(
     """Time alternatives in alternation, so that drift of the machine hits all of them alike.
 
     Args:
-        candidates: name -> call. Every round runs each once in a new random order: what ran before a
-            candidate decides what it finds in the caches.
+        candidates: name -> call. Every round runs each once in a new random order, because what
+            ran before a candidate decides what it finds in the caches.
         rounds: samples per candidate.
         warmup: untimed rounds before.
 
