@@ -82,7 +82,9 @@ def test_equation_1_every_expert_has_a_replica_and_no_worker_more_than_its_slots
 
 def test_equation_2_the_demand_is_distributed_among_the_replicas() -> None:
     too_many = make_plan(DEMAND, EXAMPLE.slot_expert, int32([0, 2], [5, 0], [0, 17]))
-    with pytest.raises(InfeasiblePlanError, match="replicas of expert 0 run 22 pairs of its 21"):
+    with pytest.raises(
+        InfeasiblePlanError, match="replicas of expert 0 run more pairs than its demand"
+    ):
         too_many.validate(PLACEMENT)
     no_replica = make_plan(DEMAND, EXAMPLE.slot_expert, int32([1, 2], [5, 0], [0, 6]))
     with pytest.raises(InfeasiblePlanError, match="pairs in an empty slot at worker 0"):
