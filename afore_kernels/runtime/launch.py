@@ -12,7 +12,6 @@ import struct
 import threading
 import time
 from datetime import timedelta
-from types import TracebackType
 from typing import Self
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -124,12 +123,7 @@ class Tier:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
