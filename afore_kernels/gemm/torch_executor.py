@@ -16,12 +16,13 @@ from afore_kernels.errors import ShapeError
 from afore_kernels.gemm.activation import gated_activation
 from afore_kernels.gemm.tiles import Int32Array, Int64Array, PairTiles
 
-# Measured on 2 cores of an AMD EPYC (AVX2, 512 KiB of L2 per core), 1536 x 2048 weights.
-# `weight @ x.T` streams a weight once, `x @ weight.T` once per few rows: 1.5x for 2 to 64 rows, and
-# nothing to gain for one row or when the weight stays in the cache. Small weights are bound by the
-# overhead per call instead: there `grouped_mm`, whose loop over slots is compiled, takes 0.75x.
-_SKINNY_ROWS = range(2, 128)
-_SKINNY_MIN_WEIGHTS = 1 << 17
+# Measured on 2 cores of an AMD EPYC (AVX2, 512 KiB of L2 per core).
+# For a few rows of fp32, `weight @ x.T` takes 0.6x to 0.95x of `x @ weight.T` if the weight, like
+# 1536 x 2048, comes from memory; from 9 rows on it gains nothing on one thread. Small weights are
+# bound by the overhead per call instead: `grouped_mm`, whose loop over slots is compiled, takes
+# 0.75x.
+_SKINNY_ROWS = range(2, 9)
+_SMALL_WEIGHTS = 1 << 18
 # A CPU without 16-bit dot products runs 16-bit GEMMs one row at a time: from 8 rows on, widening
 # the weight first is faster (2.2x at 16 rows). A block of 2 MiB stays cached between the two steps.
 _WIDEN_MIN_ROWS = 8
@@ -40,7 +41,7 @@ def _has_fast_gemm(dtype: torch.dtype) -> bool:
 def _is_small_and_aligned(weight: torch.Tensor) -> bool:
     """Whether `grouped_mm` takes this weight [num_slots, N, K] and is the fastest way."""
     return (
-        weight[0].numel() < _SKINNY_MIN_WEIGHTS
+        weight[0].numel() < _SMALL_WEIGHTS
         and weight.stride(2) == 1
         and weight.stride(1) * weight.itemsize % 16 == 0
         and weight.stride(0) * weight.itemsize % 16 == 0
@@ -71,7 +72,7 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, widen: b
     num_rows = x.shape[0]
     if widen and num_rows >= _WIDEN_MIN_ROWS:
         _multiply_widened(x, weight, out)
-    elif not widen and num_rows in _SKINNY_ROWS and weight.numel() >= _SKINNY_MIN_WEIGHTS:
+    elif not widen and num_rows in _SKINNY_ROWS and weight.numel() >= _SMALL_WEIGHTS:
         out.copy_(torch.mm(weight, x.t()).t())
     else:
         torch.mm(x, weight.t(), out=out)
