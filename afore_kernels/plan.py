@@ -71,6 +71,9 @@ class Rejection(enum.IntEnum):
     BAD_DEMAND = 3
 
 
+_REJECTIONS = frozenset(map(int, Rejection))
+
+
 @dataclass(frozen=True)
 class PrimaryPlacement:
     """Fixed primaries: expert e lives on one worker, in contiguous blocks of near-equal size.
@@ -294,27 +297,27 @@ class PlanLayout:
     def _num_replica_slots(self) -> int:
         return self.placement.num_workers * self.placement.redundant_slots
 
-    @property
+    @cached_property
     def demand_word(self) -> int:
         """Start of `demand`."""
         return HEADER_WORDS
 
-    @property
+    @cached_property
     def rank_tokens_word(self) -> int:
         """Start of `rank_tokens`."""
         return self.demand_word + self.placement.num_experts
 
-    @property
+    @cached_property
     def slot_expert_word(self) -> int:
         """Start of `slot_expert`."""
         return self.rank_tokens_word + self.num_ranks
 
-    @property
+    @cached_property
     def slot_pairs_word(self) -> int:
         """Start of `slot_pairs`."""
         return self.slot_expert_word + self._num_replica_slots
 
-    @property
+    @cached_property
     def slot_copy_word(self) -> int:
         """Start of `slot_copy`, one byte per slot."""
         return self.slot_pairs_word + self._num_replica_slots
@@ -391,7 +394,8 @@ class PlanLayout:
         if record.size != self.record_bytes:
             raise PlanError(f"plan record has {record.size} bytes, expected {self.record_bytes}")
         record = record.copy()
-        header = record[: PLAN_HEADER.itemsize].view(PLAN_HEADER)[0]
+        values = record[: PLAN_HEADER.itemsize].view(PLAN_HEADER)[0].item()
+        header: dict[str, int] = dict(zip(PLAN_HEADER.names or (), values))
         expected = {
             "magic": PLAN_MAGIC,
             "version": PLAN_VERSION,
@@ -399,24 +403,22 @@ class PlanLayout:
             "checksum": int(record_checksum(record.view(np.int32), CHECKSUM_WORD)),
         }
         for name, value in expected.items():
-            if int(header[name]) != value:
-                raise PlanError(
-                    f"plan record has {name} {int(header[name]):#x}, expected {value:#x}"
-                )
-        if int(header["rejection"]) not in set(Rejection):
-            raise PlanError(f"plan record has unknown rejection {int(header['rejection'])}")
+            if header[name] != value:
+                raise PlanError(f"plan record has {name} {header[name]:#x}, expected {value:#x}")
+        if header["rejection"] not in _REJECTIONS:
+            raise PlanError(f"plan record has unknown rejection {header['rejection']}")
         plan = Plan(
-            Target(int(header["step"]), int(header["layer"]), int(header["microbatch"])),
-            int(header["sequence"]),
-            int(header["tile_m"]),
+            Target(header["step"], header["layer"], header["microbatch"]),
+            header["sequence"],
+            header["tile_m"],
             *self._body(record),
-            Rejection(int(header["rejection"])),
-            int(header["rejected_rank"]),
+            Rejection(header["rejection"]),
+            header["rejected_rank"],
         )
-        if int(header["num_copies"]) != int(plan.slot_copy.sum()):
+        num_copies = np.count_nonzero(plan.slot_copy)
+        if header["num_copies"] != num_copies:
             raise PlanError(
-                f"plan record announces {int(header['num_copies'])} copies, flags "
-                f"{int(plan.slot_copy.sum())}"
+                f"plan record announces {header['num_copies']} copies, flags {num_copies}"
             )
         plan.validate(self.placement)
         return plan
