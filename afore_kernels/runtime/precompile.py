@@ -14,6 +14,9 @@ import numpy as np
 
 from afore_kernels.config import MoEConfig, TierConfig
 from afore_kernels.errors import PeerLost
+from afore_kernels.partition.demand import count_demand
+from afore_kernels.partition.intervals import pair_intervals
+from afore_kernels.partition.pack import partition_pairs
 from afore_kernels.plan import Target
 from afore_kernels.runtime import scheduler
 from afore_kernels.runtime.admission import Admission
@@ -43,10 +46,15 @@ def precompile() -> None:
     target, deadline_ns = Target(0, 0, 0), deadline_after(_TIMEOUT_S)
     try:
         sequence = Admission(memory).admit(0)
-        DemandWriter(memory, 0).post(sequence, target, 1, np.array([1, 0], np.int32), deadline_ns)
+        expert_ids = np.zeros((1, 1), np.int32)
+        count_demand(expert_ids.astype(np.int64), moe.num_experts)
+        demand = count_demand(expert_ids, moe.num_experts)
+        DemandWriter(memory, 0).post(sequence, target, 1, demand, deadline_ns)
         reader = PlanReader(memory, 0)
         reader.is_published()
         plan = reader.read(deadline_ns)
+        intervals = pair_intervals(plan, memory.placement, 0)
+        partition_pairs(expert_ids, intervals, intervals.tile_schedule(plan.tile_m))
         transport = LocalTransport(memory)
         transport.send(0, sequence, target, 1)
         transport.wait_input(0, sequence, plan.target, 1, deadline_ns)
