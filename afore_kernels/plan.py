@@ -8,7 +8,7 @@ how many pairs each of those replicas runs; the primary of an expert runs the re
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -149,6 +149,15 @@ class Plan:
         return [
             ReplicaCopy(int(self.slot_expert[w, r]), int(w), int(r)) for w, r in zip(workers, slots)
         ]
+
+    def without_replicas(self) -> Plan:
+        """The same target with every pair on its primary, as a static placement runs it."""
+        return replace(
+            self,
+            slot_expert=np.full_like(self.slot_expert, -1),
+            slot_pairs=np.zeros_like(self.slot_pairs),
+            slot_copy=np.zeros_like(self.slot_copy),
+        )
 
     def validate(self, placement: PrimaryPlacement) -> None:
         """Check every constraint a plan must satisfy on its own.

@@ -16,10 +16,11 @@ import torch
 
 from afore_kernels.config import TierConfig
 from afore_kernels.gemm.activation import gated_activation
-from afore_kernels.plan import PrimaryPlacement, Target
+from afore_kernels.plan import Target
 from afore_kernels.replay.workload import Workload, drive_tier, plan_workload
 from afore_kernels.report import RunSummary, summarise
 from afore_kernels.runtime.launch import Tier
+from afore_kernels.runtime.memory import primary_placement
 from afore_kernels.runtime.timeline import per_target_dtype, worker_loads
 from afore_kernels.runtime.weights import WeightSource
 from afore_kernels.testing import assert_close
@@ -64,7 +65,7 @@ def replay_plans(
     configuration: str, workload: Workload, tier: TierConfig, advance: Advance
 ) -> ReplayResult:
     """Plan every target without processes; `advance` is called after each."""
-    placement = PrimaryPlacement(workload.moe.num_experts, tier.num_workers, tier.redundant_slots)
+    placement = primary_placement(workload.moe, tier)
     rows = np.zeros(workload.num_targets, per_target_dtype(tier.num_workers))
     for name in ("raw_copy_us", "lookahead_us", "exposed_us"):
         rows[name] = np.nan

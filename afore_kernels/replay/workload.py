@@ -17,8 +17,10 @@ import torch
 
 from afore_kernels.config import MoEConfig, TierConfig
 from afore_kernels.errors import ShapeError
-from afore_kernels.plan import Int32Array, Plan, PrimaryPlacement, Target
+from afore_kernels.partition.demand import count_demand
+from afore_kernels.plan import Int32Array, Plan, Target
 from afore_kernels.runtime.cost import CostModel
+from afore_kernels.runtime.memory import primary_placement
 from afore_kernels.runtime.placement import LayerState
 from afore_kernels.runtime.planner import Limits, plan_microbatch
 
@@ -103,8 +105,8 @@ class Workload:
 
     def demand(self, target: Target) -> Int32Array:
         """Count the pairs per expert d_t over all ranks, int32 [num_experts]."""
-        ids = torch.cat(self.expert_ids(target)).flatten()
-        return torch.bincount(ids, minlength=self.moe.num_experts).numpy().astype(np.int32)
+        ids = torch.cat(self.expert_ids(target)).numpy()
+        return count_demand(ids, self.moe.num_experts)
 
     def inputs(self, target: Target) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Draw each rank's hidden states [num_tokens, H] and fp32 weights [num_tokens, top_k].
@@ -136,7 +138,7 @@ def plan_workload(workload: Workload, tier: TierConfig) -> Iterator[Plan]:
         The plan of each target, in execution order.
     """
     moe = workload.moe
-    placement = PrimaryPlacement(moe.num_experts, tier.num_workers, tier.redundant_slots)
+    placement = primary_placement(moe, tier)
     limits, cost = Limits.from_config(moe, tier), CostModel.from_config(tier)
     states = [LayerState.initial(placement) for _ in range(moe.num_layers)]
     previous_step_demand: dict[tuple[int, int], Int32Array] = {}

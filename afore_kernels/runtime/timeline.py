@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from afore_kernels.config import TierConfig
+from afore_kernels.gemm.tiles import count_tiles
 from afore_kernels.plan import Plan, PrimaryPlacement, Rejection
 from afore_kernels.runtime.memory import TierMemory
 from afore_kernels.runtime.plan_ring import recent_plans
@@ -123,11 +124,11 @@ def worker_loads(plan: Plan, placement: PrimaryPlacement) -> tuple[Array, Array]
     bound = plan.slot_expert >= 0
     replica_pairs = np.zeros(placement.num_experts, np.int64)
     np.add.at(replica_pairs, plan.slot_expert[bound], plan.slot_pairs[bound])
-    primary_pairs = plan.demand - replica_pairs
+    primary_pairs: Array = plan.demand - replica_pairs
     pairs = plan.slot_pairs.sum(axis=1, dtype=np.int64)
-    tiles = (-(-plan.slot_pairs.astype(np.int64) // plan.tile_m)).sum(axis=1)
+    tiles = count_tiles(plan.slot_pairs, plan.tile_m).sum(axis=1, dtype=np.int64)
     np.add.at(pairs, placement.primary_worker, primary_pairs)
-    np.add.at(tiles, placement.primary_worker, -(-primary_pairs // plan.tile_m))
+    np.add.at(tiles, placement.primary_worker, count_tiles(primary_pairs, plan.tile_m))
     return pairs, tiles
 
 
@@ -174,7 +175,7 @@ class Timeline:
         row_of = {plan.sequence: row for row, plan in enumerate(self.plans)}
         for row, plan in zip(rows, self.plans):
             pairs, tiles = worker_loads(plan, self._placement)
-            static_pairs, static_tiles = worker_loads(_without_replicas(plan), self._placement)
+            static_pairs, static_tiles = worker_loads(plan.without_replicas(), self._placement)
             row["sequence"] = plan.sequence
             row["step"], row["layer"], row["microbatch"] = plan.target
             row["num_tokens"] = plan.num_tokens
@@ -238,16 +239,3 @@ class Timeline:
                 }
             )
         Path(path).write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ns"}))
-
-
-def _without_replicas(plan: Plan) -> Plan:
-    return Plan(
-        plan.target,
-        plan.sequence,
-        plan.tile_m,
-        plan.demand,
-        plan.rank_tokens,
-        np.full_like(plan.slot_expert, -1),
-        np.zeros_like(plan.slot_pairs),
-        np.zeros_like(plan.slot_copy),
-    )

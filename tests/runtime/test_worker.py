@@ -68,19 +68,9 @@ class FallsBackAlone(FfnWorker):
     def _read_plan(self) -> None:
         super()._read_plan()
         assert self._pending is not None
-        alone = without_replicas(self._pending.plan)
+        alone = self._pending.plan.without_replicas()
         own = pair_intervals(alone, self._memory.placement, self._worker)
         self._pending = PreparedPlan(alone, own, own.tile_schedule(alone.tile_m))
-
-
-def without_replicas(plan: Plan) -> Plan:
-    """The same target on the primaries alone."""
-    return replace(
-        plan,
-        slot_expert=np.full_like(plan.slot_expert, -1),
-        slot_pairs=np.zeros_like(plan.slot_pairs),
-        slot_copy=np.zeros_like(plan.slot_copy),
-    )
 
 
 class Threads:
@@ -163,7 +153,7 @@ def check_results(threads: Threads, num_targets: int) -> None:
         threads.submit(plan, inputs)
         assert torch.equal(threads.result(plan), threads.expected(inputs)), plan
         idle = replace(
-            without_replicas(plan),
+            plan.without_replicas(),
             sequence=2 * i + 1,
             demand=np.zeros_like(plan.demand),
             rank_tokens=np.zeros_like(plan.rank_tokens),

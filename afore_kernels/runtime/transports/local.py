@@ -17,7 +17,7 @@ import torch
 from afore_kernels.config import MoEConfig, TierConfig
 from afore_kernels.plan import Target
 from afore_kernels.runtime.memory import INPUT_BELL, LOST, REPLY_BELL, TierMemory
-from afore_kernels.runtime.shared import Field, advance, count, counters
+from afore_kernels.runtime.shared import SLEEP_SLICE_NS, Field, advance, count, counters
 
 _HEADER_FIELDS = 5
 
@@ -135,10 +135,9 @@ class LocalTransport:
         """Wait for one rank's input and check that it is the planned target and size."""
         slot = sequence % self._depth
         index = rank * self._depth + slot
-        slice_ns = 50_000_000
         while True:
             now_ns = time.monotonic_ns()
-            until_ns = min(deadline_ns, now_ns + slice_ns)
+            until_ns = min(deadline_ns, now_ns + SLEEP_SLICE_NS)
             if self._memory.wait("input_ready", index, sequence + 1, INPUT_BELL, until_ns):
                 break
             if count(self._memory.arrays["rank_state"], rank) == LOST:
