@@ -10,10 +10,9 @@ from afore_kernels.errors import ShapeError
 
 # A block that starts at the last pair must not pass int32.
 MAX_PAIRS = 2**30
-# Keeps the sort keys of `chunk`, expert * CHUNK_PAIRS + index, in int32.
-MAX_EXPERTS = 2**20
-_PAIRS_PER_PROGRAM = 4096
+CHUNK_PAIRS = 2048
 MAX_BINS = 1024
+_PAIRS_PER_PROGRAM = 4096
 
 
 @triton.jit
@@ -29,7 +28,7 @@ def load_experts(ids_ptr, offs, num_pairs, num_experts):
 
 
 @triton.jit
-def count_pairs_kernel(
+def _count_pairs_kernel(
     counts_ptr,  # int32 [num_chunks, num_bins], or [num_bins] with IS_SHARED
     ids_ptr,  # int32 or int64 [num_pairs]
     stride_counts_c,
@@ -42,6 +41,7 @@ def count_pairs_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """Count one chunk of pairs in one block of bins."""
+    tl.static_assert(CHUNK % BLOCK_P == 0)
     chunk = tl.program_id(0)
     first_bin = tl.program_id(1) * BLOCK_E
     counts = tl.zeros([BLOCK_E], tl.int32)
@@ -66,14 +66,14 @@ def flatten_ids(expert_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
         num_experts: routed experts E.
 
     Raises:
-        ShapeError: if the dtype is another, or the pairs or experts exceed the index range.
+        ShapeError: if the dtype is another, there are too many pairs, or no experts.
     """
     if expert_ids.dtype not in (torch.int32, torch.int64):
         raise ShapeError(f"expert_ids must be int32 or int64, got {expert_ids.dtype}")
     if expert_ids.numel() > MAX_PAIRS:
         raise ShapeError(f"expert_ids hold {expert_ids.numel()} pairs, at most {MAX_PAIRS} fit")
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ShapeError(f"num_experts must be in [1, {MAX_EXPERTS}], got {num_experts}")
+    if num_experts < 1:
+        raise ShapeError(f"num_experts must be positive, got {num_experts}")
     return expert_ids.contiguous().view(-1)
 
 
@@ -117,7 +117,7 @@ def count_pairs_on_device(
     if num_programs > 1:
         out.zero_()
     block_e = min(triton.next_power_of_2(num_experts), MAX_BINS)
-    count_pairs_kernel[(num_programs, triton.cdiv(num_experts, block_e))](
+    _count_pairs_kernel[(num_programs, triton.cdiv(num_experts, block_e))](
         out,
         ids,
         0,
@@ -130,3 +130,32 @@ def count_pairs_on_device(
         BLOCK_E=block_e,
     )
     return out
+
+
+def count_chunks(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Count the pairs of each expert in every chunk of `CHUNK_PAIRS` pairs.
+
+    Args:
+        ids: of `flatten_ids`.
+        num_experts: routed experts E.
+
+    Returns:
+        int32 [num_chunks, num_experts + 1]; the last column counts the invalid ids.
+    """
+    num_chunks = triton.cdiv(ids.numel(), CHUNK_PAIRS)
+    num_bins = num_experts + 1
+    counts = torch.empty((num_chunks, num_bins), dtype=torch.int32, device=ids.device)
+    block_e = min(triton.next_power_of_2(num_bins), MAX_BINS)
+    _count_pairs_kernel[(num_chunks, triton.cdiv(num_bins, block_e))](
+        counts,
+        ids,
+        counts.stride(0),
+        ids.numel(),
+        num_experts,
+        num_bins,
+        IS_SHARED=False,
+        CHUNK=CHUNK_PAIRS,
+        BLOCK_P=CHUNK_PAIRS,
+        BLOCK_E=block_e,
+    )
+    return counts

@@ -12,6 +12,8 @@ from typing import Self
 import numpy as np
 import torch
 
+from afore_kernels.config import INT32_MAX
+from afore_kernels.errors import ShapeError
 from afore_kernels.gemm.tiles import PairTiles, TileSchedule
 
 
@@ -58,8 +60,15 @@ class DeviceSchedule:
             max_pairs: most pairs the slots can hold together.
             tile_m: pairs per tile.
             device: where.
+
+        Raises:
+            ShapeError: if `tile_m` is not positive or the rows exceed int32.
         """
+        if tile_m < 1:
+            raise ShapeError(f"tile_m must be positive, got {tile_m}")
         capacity = max_tiles(max_pairs, num_slots, tile_m)
+        if capacity * tile_m > INT32_MAX:
+            raise ShapeError(f"{capacity} tiles of {tile_m} rows exceed int32")
 
         def empty(size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.int32, device=device)

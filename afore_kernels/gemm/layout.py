@@ -70,6 +70,6 @@ def lay_out_tiles(schedule: DeviceSchedule) -> None:
         schedule.num_slots,
         schedule.max_tiles,
         TILE_M=schedule.tile_m,
-        BLOCK_S=256,
+        BLOCK_S=64,
         BLOCK_T=256,
     )

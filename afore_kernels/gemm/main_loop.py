@@ -94,12 +94,13 @@ def load_block(
     pointers = base + (offs_n[:, None] * strides.n + offs_k[None, :] * strides.k)
     if EVEN_N and EVEN_K:
         return tl.load(pointers)
-    mask = tl.full((BLOCK_N, BLOCK_K), True, tl.int1)
-    if not EVEN_N:
-        mask &= (n_start + offs_n)[:, None] < N
-    if not EVEN_K:
-        mask &= (k_start + offs_k)[None, :] < K
-    return tl.load(pointers, mask=mask, other=0)
+    else:
+        mask = tl.full((BLOCK_N, BLOCK_K), True, tl.int1)
+        if not EVEN_N:
+            mask &= (n_start + offs_n)[:, None] < N
+        if not EVEN_K:
+            mask &= (k_start + offs_k)[None, :] < K
+        return tl.load(pointers, mask=mask, other=0)
 
 
 @triton.jit
@@ -147,7 +148,7 @@ def load_weight(
         )
     if FORMAT == "plain":
         return stored
-    if FORMAT == "mxfp4":
+    elif FORMAT == "mxfp4":
         scale = load_block(
             scale_ptr,
             scale_strides,
@@ -163,9 +164,10 @@ def load_weight(
             EVEN_K,
         )
         return decode_mxfp4(stored, scale, DTYPE)
-    if DECODE_FP8:
+    elif DECODE_FP8:
         return decode_e4m3(stored, DTYPE)
-    return stored.to(DTYPE)
+    else:
+        return stored.to(DTYPE)
 
 
 @triton.jit
@@ -173,7 +175,8 @@ def zero_accumulator(TILE_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP_AB: tl.co
     """Return fp32 zeros [TILE_M, BLOCK_N], or [BLOCK_N, TILE_M] under SWAP_AB."""
     if SWAP_AB:
         return tl.zeros((BLOCK_N, TILE_M), tl.float32)
-    return tl.zeros((TILE_M, BLOCK_N), tl.float32)
+    else:
+        return tl.zeros((TILE_M, BLOCK_N), tl.float32)
 
 
 @triton.jit
@@ -201,7 +204,8 @@ def multiply_add(
         w = w.to(tl.float32)
     if SWAP_AB:
         return tl.dot(w, tl.trans(a), accumulator, input_precision=PRECISION)
-    return tl.dot(a, tl.trans(w), accumulator, input_precision=PRECISION)
+    else:
+        return tl.dot(a, tl.trans(w), accumulator, input_precision=PRECISION)
 
 
 @triton.jit
@@ -258,7 +262,8 @@ def accumulate(
         scale = tl.load(part_base(scale_ptr, scale_strides, slot, part, n_block, k_block))
         zeros = tl.zeros_like(accumulator)
         return accumulator + scale * multiply_add(zeros, a, w_tile, SWAP_AB, UPCAST, PRECISION)
-    return multiply_add(accumulator, a, w_tile, SWAP_AB, UPCAST, PRECISION)
+    else:
+        return multiply_add(accumulator, a, w_tile, SWAP_AB, UPCAST, PRECISION)
 
 
 @triton.jit

@@ -139,11 +139,11 @@ def num_programs(
         num_tiles: exact count, or None.
         idle_sms: multiprocessors that a resident grid leaves free.
     """
-    blocks = triton.cdiv(num_outputs, config.block_n)
+    blocks = -(-num_outputs // config.block_n)
     if num_tiles is not None:
         return num_tiles * blocks
     num_sms = _INTERPRETED_SMS
     if device.type == "cuda":
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        num_sms = int(torch.cuda.get_device_properties(device).multi_processor_count)
     resident = max(1, num_sms - idle_sms) * config.programs_per_sm
     return min(resident, tiles.schedule.max_tiles * blocks)

@@ -30,8 +30,8 @@ def _require(condition: bool, message: str) -> None:
 def split_parts(rows: torch.Tensor, num_parts: int, interleaved: bool) -> torch.Tensor:
     """View [num_slots, num_parts * N, ...] as [num_slots, num_parts, N, ...]."""
     if interleaved:
-        return rows.unflatten(1, (-1, num_parts)).transpose(1, 2)
-    return rows.unflatten(1, (num_parts, -1))
+        return torch.unflatten(rows, 1, (-1, num_parts)).transpose(1, 2)
+    return torch.unflatten(rows, 1, (num_parts, -1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +44,13 @@ class ExpertWeight:
             ceil(K / 128)]; `fp8_channel` fp32 [num_slots, num_parts, N, 1]; `mxfp4` uint8
             [num_slots, num_parts, N, K // 32], exponents with a bias of 127.
         format: of the stored values.
+        interleaved: the rows of the parts alternate in memory.
     """
 
     data: torch.Tensor
     scale: torch.Tensor | None
     format: WeightFormat
+    interleaved: bool = False
 
     @classmethod
     def gate_up(
@@ -112,7 +114,7 @@ class ExpertWeight:
         _require((scale is None) == (format == "plain"), f"{format}: scale {type(scale).__name__}")
         parts = split_parts(data, num_parts, interleaved)
         if scale is None:
-            return cls(parts, None, format)
+            return cls(parts, None, format, interleaved)
         num_slots, _, num_rows, num_columns = parts.shape
         shape: tuple[int, ...]
         if format == "fp8_block":
@@ -129,12 +131,19 @@ class ExpertWeight:
             f"{format} scale must be {dtype} {list(shape)}, got {scale.dtype} {list(scale.shape)}",
         )
         scale_parts = split_parts(scale, num_parts, interleaved)
-        return cls(parts, scale_parts[..., None] if scale_parts.dim() == 3 else scale_parts, format)
+        if format == "fp8_channel":
+            scale_parts = scale_parts[..., None]
+        return cls(parts, scale_parts, format, interleaved)
 
     @property
     def num_slots(self) -> int:
         """Slots."""
         return self.data.shape[0]
+
+    @property
+    def num_parts(self) -> int:
+        """2 for gate_up, 1 for down."""
+        return self.data.shape[1]
 
     @property
     def num_outputs(self) -> int:
@@ -146,15 +155,14 @@ class ExpertWeight:
         """K."""
         return self.data.shape[3] * (2 if self.format == "mxfp4" else 1)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the values the kernels multiply by, [num_slots, num_parts * N, K], parts in order.
+    def as_rows(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights as they were given, [num_slots, num_parts * N, K], dequantised.
 
-        Exact in fp32: fp8 scales are powers times 24-bit numbers, so only a rounding of the last
-        bit is lost.
+        Plain weights of `dtype` are returned as a view.
         """
         match self.format:
             case "plain":
-                values = self.data.float()
+                values = self.data
             case "fp8_block":
                 assert self.scale is not None
                 scale = self.scale.repeat_interleave(SCALE_BLOCK, 2).repeat_interleave(
@@ -170,7 +178,8 @@ class ExpertWeight:
                 table = torch.tensor(E2M1, device=self.data.device)
                 factor = torch.ldexp(torch.ones(()), self.scale.int() - 127)
                 values = table[codes.int()] * factor.repeat_interleave(MX_GROUP, 3)
-        return values.flatten(1, 2).to(dtype)
+        rows = values.transpose(1, 2) if self.interleaved else values
+        return rows.flatten(1, 2).to(dtype)
 
 
 def quantize_fp8_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,7 +192,8 @@ def quantize_fp8_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     blocks = -(-num_rows // SCALE_BLOCK), -(-num_columns // SCALE_BLOCK)
     padding = blocks[1] * SCALE_BLOCK - num_columns, blocks[0] * SCALE_BLOCK - num_rows
     padded = torch.nn.functional.pad(weight.float(), (0, padding[0], 0, padding[1]))
-    tiles = padded.unflatten(-1, (blocks[1], SCALE_BLOCK)).unflatten(-3, (blocks[0], SCALE_BLOCK))
+    columns = torch.unflatten(padded, -1, (blocks[1], SCALE_BLOCK))
+    tiles = torch.unflatten(columns, -3, (blocks[0], SCALE_BLOCK))
     scale = tiles.abs().amax((-3, -1), keepdim=True).clamp(min=1e-12) / _E4M3_MAX
     values = (tiles / scale).flatten(-4, -3).flatten(-2, -1)[..., :num_rows, :num_columns]
     return values.to(torch.float8_e4m3fn), scale.squeeze((-3, -1))
@@ -200,7 +210,7 @@ def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     The scale is the smallest power of two that keeps a group of 32 below 6.
     """
-    groups = weight.float().unflatten(-1, (-1, MX_GROUP))
+    groups = torch.unflatten(weight.float(), -1, (-1, MX_GROUP))
     largest = groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
     exponent = torch.ceil(torch.log2(largest / max(E2M1)))
     scaled = groups / torch.exp2(exponent)

@@ -1,9 +1,10 @@
 """Select: which pair fills which row, on the device; the twin of `PairTiles.select`.
 
-Two paths with bit-equal results. `slot_major` runs one program per expert, which scans all ids;
-`chunked` reads the ids twice and wins once scanning them once per expert is too much. In both,
-program `num_experts` treats the invalid ids as one more expert, one without a slot. A pair's place
-follows from prefix sums, never from the order in which programs run.
+Two paths with bit-equal results. `slot_major` runs one program per expert, which scans all ids.
+`chunked` counts every chunk's experts first, then each chunk knows where its ordinals start; it is
+for routings too long to be scanned once per expert. Both treat the invalid ids as one more expert,
+`num_experts`, which has no slot. A pair's place follows from prefix sums, never from the order in
+which programs run.
 """
 
 from __future__ import annotations
@@ -15,13 +16,21 @@ import triton
 import triton.language as tl
 
 from afore_kernels.errors import ShapeError
-from afore_kernels.gemm.chunk import CHUNK_PAIRS, count_chunks, sort_chunk
-from afore_kernels.gemm.count import flatten_ids, load_experts, require_vector
+from afore_kernels.gemm.count import (
+    CHUNK_PAIRS,
+    MAX_BINS,
+    count_chunks,
+    flatten_ids,
+    load_experts,
+    require_vector,
+)
 from afore_kernels.gemm.device_tiles import DeviceTiles
 from afore_kernels.gemm.rows import close_expert, load_interval, place_pairs
 
 SelectPath = Literal["slot_major", "chunked"]
 MAX_SLOT_MAJOR_PAIRS = 32768
+# A step of the chunked path compares each of its pairs with all others; 128 spill registers.
+STEP_PAIRS = 64
 
 
 @triton.jit
@@ -98,45 +107,21 @@ def _select_by_chunk_kernel(
     max_rows,
     num_chunks,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Number and place the pairs of one chunk, or close one expert."""
-    program = tl.program_id(0)
-    if program < num_chunks:
-        pair, experts, ordinal = sort_chunk(
-            ids_ptr,
-            chunk_counts_ptr,
-            stride_counts_c,
-            program,
-            num_pairs,
-            num_experts,
-            CHUNK,
-            BLOCK_C,
-            BLOCK_E,
-        )
-        lo, num_local, row, _ = load_interval(
-            slot_of_expert_ptr,
-            first_ordinal_ptr,
-            pairs_per_slot_ptr,
-            row_starts_ptr,
-            experts,
-            num_experts,
-            num_slots,
-        )
-        mask = experts <= num_experts
-        place_pairs(sorted_pair_ptr, pair_row_ptr, pair, ordinal, lo, num_local, row, mask)
-    else:
-        expert = program - num_chunks
-        counts = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, num_chunks, BLOCK):
-            offs_c = start + tl.arange(0, BLOCK)
+    """Close one expert, or number and place the pairs of one chunk and one block of experts."""
+    expert = tl.program_id(0)
+    if expert <= num_experts:
+        counts = tl.zeros([BLOCK_P], tl.int32)
+        for start in range(0, num_chunks, BLOCK_P):
+            offs_c = start + tl.arange(0, BLOCK_P)
             counts += tl.load(
                 chunk_counts_ptr + offs_c.to(tl.int64) * stride_counts_c + expert,
                 mask=offs_c < num_chunks,
                 other=0,
-            )  # [BLOCK]
+            )  # [BLOCK_P]
         close_expert(
             sorted_pair_ptr,
             status_ptr,
@@ -151,8 +136,43 @@ def _select_by_chunk_kernel(
             num_experts,
             num_slots,
             max_rows,
-            BLOCK,
+            BLOCK_P,
         )
+        return
+
+    tl.static_assert(CHUNK % BLOCK_P == 0)
+    program = expert - num_experts - 1
+    chunk = program % num_chunks
+    first_expert = program // num_chunks * BLOCK_E
+    offs_e = first_expert + tl.arange(0, BLOCK_E)
+    counts_so_far = tl.zeros([BLOCK_E], tl.int32)
+    for start in range(0, chunk, BLOCK_C):
+        offs_c = start + tl.arange(0, BLOCK_C)
+        counts = tl.load(
+            chunk_counts_ptr + offs_c.to(tl.int64)[:, None] * stride_counts_c + offs_e[None, :],
+            mask=(offs_c < chunk)[:, None] & (offs_e <= num_experts)[None, :],
+            other=0,
+        )  # [BLOCK_C, BLOCK_E]
+        counts_so_far += tl.sum(counts, 0)
+    for start in range(0, tl.minimum(CHUNK, num_pairs - chunk * CHUNK), BLOCK_P):
+        pair = chunk * CHUNK + start + tl.arange(0, BLOCK_P)
+        experts = load_experts(ids_ptr, pair, num_pairs, num_experts)  # [BLOCK_P]
+        index = experts - first_expert
+        mask = (index >= 0) & (index < BLOCK_E) & (experts <= num_experts)
+        is_earlier = (experts[:, None] == experts[None, :]) & (pair[:, None] > pair[None, :])
+        ordinal = tl.gather(counts_so_far, tl.where(mask, index, 0), 0)
+        ordinal += tl.sum(is_earlier.to(tl.int32), 1)
+        lo, num_local, row, _ = load_interval(
+            slot_of_expert_ptr,
+            first_ordinal_ptr,
+            pairs_per_slot_ptr,
+            row_starts_ptr,
+            experts,
+            num_experts,
+            num_slots,
+        )
+        place_pairs(sorted_pair_ptr, pair_row_ptr, pair, ordinal, lo, num_local, row, mask)
+        counts_so_far += tl.histogram(index, BLOCK_E, mask=mask)
 
 
 def select_pairs(
@@ -211,11 +231,13 @@ def select_pairs(
     if path is None:
         path = "slot_major" if ids.numel() <= MAX_SLOT_MAJOR_PAIRS else "chunked"
     if path == "slot_major":
-        _select_by_expert_kernel[(num_experts + 1,)](*outputs, ids, *slots, *sizes, BLOCK=1024)
+        _select_by_expert_kernel[(num_experts + 1,)](*outputs, ids, *slots, *sizes, BLOCK=2048)
         return
     counts = count_chunks(ids, num_experts)
     num_chunks = counts.shape[0]
-    _select_by_chunk_kernel[(num_chunks + num_experts + 1,)](
+    block_e = min(triton.next_power_of_2(num_experts + 1), MAX_BINS)
+    num_placing = num_chunks * triton.cdiv(num_experts + 1, block_e)
+    _select_by_chunk_kernel[(num_experts + 1 + num_placing,)](
         *outputs,
         ids,
         counts,
@@ -224,7 +246,7 @@ def select_pairs(
         *sizes,
         num_chunks,
         CHUNK=CHUNK_PAIRS,
-        BLOCK=256,
+        BLOCK_P=STEP_PAIRS,
         BLOCK_C=16,
-        BLOCK_E=min(triton.next_power_of_2(num_experts), 256),
+        BLOCK_E=block_e,
     )

@@ -9,11 +9,14 @@ import torch
 
 from afore_kernels.config import Activation
 from afore_kernels.gemm.combine import run_combine
-from afore_kernels.gemm.device_tiles import DeviceTiles
+from afore_kernels.gemm.count import count_pairs_on_device
+from afore_kernels.gemm.device_tiles import DeviceSchedule, DeviceTiles
 from afore_kernels.gemm.down import run_down
 from afore_kernels.gemm.gate_up import run_gate_up
 from afore_kernels.gemm.launch import LaunchConfig
+from afore_kernels.gemm.layout import lay_out_tiles
 from afore_kernels.gemm.quant import ExpertWeight
+from afore_kernels.gemm.select import select_pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,26 @@ class Workspace:
             torch.empty(max_rows, intermediate_size, dtype=dtype, device=device),
             torch.empty(max_rows, hidden_size, dtype=torch.float32, device=device),
         )
+
+
+def tile_all_pairs(expert_ids: torch.Tensor, num_experts: int, tile_m: int) -> DeviceTiles:
+    """Tile every valid pair on the device; expert e is slot e.
+
+    The twin of `PairTiles.from_expert_ids`; does not wait for the device.
+
+    Args:
+        expert_ids: int32 or int64 [num_tokens, top_k]; ids outside [0, num_experts) get no row.
+        num_experts: routed experts, and slots.
+        tile_m: pairs per tile.
+    """
+    num_pairs, device = expert_ids.numel(), expert_ids.device
+    schedule = DeviceSchedule.allocate(num_experts, num_pairs, tile_m, device)
+    count_pairs_on_device(expert_ids, num_experts, out=schedule.pairs_per_slot)
+    lay_out_tiles(schedule)
+    tiles = DeviceTiles.allocate(schedule, num_pairs)
+    slots = torch.arange(num_experts, dtype=torch.int32, device=device)
+    select_pairs(tiles, expert_ids, slots, torch.zeros_like(slots))
+    return tiles
 
 
 def run_expert_ffn(

@@ -137,9 +137,10 @@ INF_WEIGHTS = torch.full((11, 3), torch.inf)
         ),
         (
             {"hidden": torch.zeros(11, 32, dtype=torch.bfloat16)},
-            "hidden must be torch.float32",
+            "gate_up must be torch.bfloat16",
         ),
         ({"down_bias": torch.zeros(6, 32, dtype=torch.float16)}, "down_bias must be torch.float32"),
+        ({"hidden": torch.zeros(11, 32, dtype=torch.float64)}, "hidden must be torch.float32"),
         ({"hidden": torch.zeros(10, 32)}, "expert_ids must be"),
         ({"expert_ids": torch.zeros(10, 3, dtype=torch.int32)}, "routing_weights must be"),
         ({"routing_weights": torch.zeros(11, 2)}, "routing_weights must be"),
