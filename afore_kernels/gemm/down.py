@@ -8,8 +8,8 @@ import triton.language as tl
 
 from afore_kernels.gemm.device_tiles import DeviceTiles
 from afore_kernels.gemm.launch import GemmConfig
-from afore_kernels.gemm.operand import WeightOperand, num_programs
 from afore_kernels.gemm.main_loop import accumulate, finish_rows, wide_offset, zero_accumulator
+from afore_kernels.gemm.operand import WeightOperand, num_programs
 from afore_kernels.gemm.quant import ExpertWeight, split_parts
 
 
@@ -32,17 +32,7 @@ def _down_kernel(
     num_pairs,
     N,
     K,
-    FORMAT: tl.constexpr,
-    DECODE_FP8: tl.constexpr,
-    USE_DESCRIPTOR: tl.constexpr,
-    SWAP_AB: tl.constexpr,
-    TILE_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MODE: tl.constexpr,
 ):
     """Write routing_weight * (activated @ down.T + bias) of every pair to its row.
 
@@ -50,43 +40,29 @@ def _down_kernel(
     `_gate_up_kernel`.
     """
     num_tiles = tl.load(num_tiles_ptr)
-    num_products = num_tiles * tl.cdiv(N, BLOCK_N)
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
+    num_products = num_tiles * tl.cdiv(N, MODE.BLOCK_N)
+    offs_n = tl.arange(0, MODE.BLOCK_N)
+    offs_k = tl.arange(0, MODE.BLOCK_K)
     weight = w, w_strides, scale_ptr, scale_strides
     epilogue = scale_ptr, scale_strides, bias_ptr, bias_strides
-    MODE: tl.constexpr = (
-        FORMAT,
-        DECODE_FP8,
-        USE_DESCRIPTOR,
-        SWAP_AB,
-        BLOCK_N,
-        BLOCK_K,
-        EVEN_N,
-        EVEN_K,
-        UPCAST,
-        PRECISION,
-    )
     for product in range(tl.program_id(0), num_products, tl.num_programs(0)):
         tile = product % num_tiles
-        n_start = product // num_tiles * BLOCK_N
+        n_start = product // num_tiles * MODE.BLOCK_N
         slot = tl.load(tile_slot_ptr + tile)
-        offs_m = tile * TILE_M + tl.arange(0, TILE_M)
+        offs_m = tile * MODE.TILE_M + tl.arange(0, MODE.TILE_M)
         pair = tl.load(sorted_pair_ptr + offs_m)  # [TILE_M]
         mask_m = pair < num_pairs
         activated_rows = activated_ptr + wide_offset(offs_m, stride_activated_m)[:, None]
         activated_rows += offs_k[None, :]
 
-        accumulator = zero_accumulator(TILE_M, BLOCK_N, SWAP_AB)
-        for k_start in range(0, K, BLOCK_K):
+        accumulator = zero_accumulator(MODE)
+        for k_start in range(0, K, MODE.BLOCK_K):
             mask = mask_m[:, None]
-            if not EVEN_K:
+            if not MODE.EVEN_K:
                 mask = mask & (k_start + offs_k < K)[None, :]
             a = tl.load(activated_rows + k_start, mask=mask, other=0.0)  # [TILE_M, BLOCK_K]
-            accumulator = accumulate(
-                accumulator, a, *weight, slot, 0, n_start, k_start, N, K, *MODE
-            )
-        rows = finish_rows(accumulator, *epilogue, slot, 0, n_start, N, FORMAT, SWAP_AB, BLOCK_N)
+            accumulator = accumulate(accumulator, a, *weight, slot, 0, n_start, k_start, N, K, MODE)
+        rows = finish_rows(accumulator, *epilogue, slot, 0, n_start, N, MODE)
         routing_weight = tl.load(routing_weights_ptr + pair, mask=mask_m, other=0.0)  # [TILE_M]
         rows *= routing_weight[:, None]
         pointers = weighted_ptr + wide_offset(offs_m, stride_weighted_m)[:, None]
@@ -120,7 +96,7 @@ def run_down(
         idle_sms: multiprocessors a resident grid leaves to other streams.
     """
     bias_parts = None if bias is None else split_parts(bias, 1, False)
-    operand = WeightOperand.build(weight, bias_parts, activated, config)
+    operand = WeightOperand.build(weight, bias_parts, activated, tiles.schedule.tile_m, config)
     num_inputs, num_outputs = weight.num_inputs, weight.num_outputs
     grid = num_programs(tiles, num_outputs, config, activated.device, num_tiles, idle_sms)
     if grid == 0:
@@ -139,6 +115,6 @@ def run_down(
         tiles.num_pairs,
         num_outputs,
         num_inputs,
-        TILE_M=tiles.schedule.tile_m,
-        **operand.constants,
+        MODE=operand.mode,
+        **config.options,
     )

@@ -9,14 +9,13 @@ import triton.language as tl
 from afore_kernels.config import Activation
 from afore_kernels.gemm.device_tiles import DeviceTiles
 from afore_kernels.gemm.launch import GemmConfig
-from afore_kernels.gemm.operand import WeightOperand, num_programs
 from afore_kernels.gemm.main_loop import (
     accumulate,
     finish_rows,
-    load_weight,
     wide_offset,
     zero_accumulator,
 )
+from afore_kernels.gemm.operand import WeightOperand, num_programs
 from afore_kernels.gemm.quant import ExpertWeight, split_parts
 
 
@@ -71,17 +70,7 @@ def _gate_up_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     LINEAR_OFFSET: tl.constexpr,
-    FORMAT: tl.constexpr,
-    DECODE_FP8: tl.constexpr,
-    USE_DESCRIPTOR: tl.constexpr,
-    SWAP_AB: tl.constexpr,
-    TILE_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MODE: tl.constexpr,
 ):
     """Write act(gate) * up of every pair to its row of `activated`; padding rows are left alone.
 
@@ -89,28 +78,16 @@ def _gate_up_kernel(
     one weight tile run together. An eager launch has one program per product.
     """
     num_tiles = tl.load(num_tiles_ptr)
-    num_products = num_tiles * tl.cdiv(N, BLOCK_N)
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
+    num_products = num_tiles * tl.cdiv(N, MODE.BLOCK_N)
+    offs_n = tl.arange(0, MODE.BLOCK_N)
+    offs_k = tl.arange(0, MODE.BLOCK_K)
     weight = w, w_strides, scale_ptr, scale_strides
     epilogue = scale_ptr, scale_strides, bias_ptr, bias_strides
-    MODE: tl.constexpr = (
-        FORMAT,
-        DECODE_FP8,
-        USE_DESCRIPTOR,
-        SWAP_AB,
-        BLOCK_N,
-        BLOCK_K,
-        EVEN_N,
-        EVEN_K,
-        UPCAST,
-        PRECISION,
-    )
     for product in range(tl.program_id(0), num_products, tl.num_programs(0)):
         tile = product % num_tiles
-        n_start = product // num_tiles * BLOCK_N
+        n_start = product // num_tiles * MODE.BLOCK_N
         slot = tl.load(tile_slot_ptr + tile)
-        offs_m = tile * TILE_M + tl.arange(0, TILE_M)
+        offs_m = tile * MODE.TILE_M + tl.arange(0, MODE.TILE_M)
         pair = tl.load(sorted_pair_ptr + offs_m)  # [TILE_M]
         mask_m = pair < num_pairs
         # The sentinel of a padding row forms no address.
@@ -118,18 +95,18 @@ def _gate_up_kernel(
         hidden_rows = hidden_ptr + wide_offset(token, stride_hidden_m)[:, None]
         hidden_rows += (offs_k * stride_hidden_k)[None, :]
 
-        gate = zero_accumulator(TILE_M, BLOCK_N, SWAP_AB)
-        up = zero_accumulator(TILE_M, BLOCK_N, SWAP_AB)
-        for k_start in range(0, K, BLOCK_K):
+        gate = zero_accumulator(MODE)
+        up = zero_accumulator(MODE)
+        for k_start in range(0, K, MODE.BLOCK_K):
             mask = mask_m[:, None]
-            if not EVEN_K:
+            if not MODE.EVEN_K:
                 mask = mask & (k_start + offs_k < K)[None, :]
             pointers = hidden_rows + wide_offset(k_start, stride_hidden_k)
             a = tl.load(pointers, mask=mask, other=0.0)  # [TILE_M, BLOCK_K]
-            gate = accumulate(gate, a, *weight, slot, 0, n_start, k_start, N, K, *MODE)
-            up = accumulate(up, a, *weight, slot, 1, n_start, k_start, N, K, *MODE)
-        gate = finish_rows(gate, *epilogue, slot, 0, n_start, N, FORMAT, SWAP_AB, BLOCK_N)
-        up = finish_rows(up, *epilogue, slot, 1, n_start, N, FORMAT, SWAP_AB, BLOCK_N)
+            gate = accumulate(gate, a, *weight, slot, 0, n_start, k_start, N, K, MODE)
+            up = accumulate(up, a, *weight, slot, 1, n_start, k_start, N, K, MODE)
+        gate = finish_rows(gate, *epilogue, slot, 0, n_start, N, MODE)
+        up = finish_rows(up, *epilogue, slot, 1, n_start, N, MODE)
         activated = activate(gate, up, KIND, ALPHA, LIMIT, LINEAR_OFFSET)
         rows = activated_ptr + wide_offset(offs_m, stride_activated_m)[:, None]
         mask = mask_m[:, None] & (n_start + offs_n < N)[None, :]
@@ -170,7 +147,7 @@ def run_gate_up(
         idle_sms: multiprocessors a resident grid leaves to other streams.
     """
     bias_parts = None if bias is None else split_parts(bias, 2, activation.interleaved)
-    operand = WeightOperand.build(weight, bias_parts, hidden, config)
+    operand = WeightOperand.build(weight, bias_parts, hidden, tiles.schedule.tile_m, config)
     num_inputs, num_outputs = weight.num_inputs, weight.num_outputs
     grid = num_programs(tiles, num_outputs, config, hidden.device, num_tiles, idle_sms)
     if grid == 0:
@@ -194,6 +171,6 @@ def run_gate_up(
         ALPHA=activation.alpha,
         LIMIT=activation.limit,
         LINEAR_OFFSET=activation.linear_offset,
-        TILE_M=tiles.schedule.tile_m,
-        **operand.constants,
+        MODE=operand.mode,
+        **config.options,
     )

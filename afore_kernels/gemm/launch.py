@@ -7,7 +7,7 @@ the heuristics here, whose every row compiles without spills for its architectur
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -16,6 +16,9 @@ from afore_kernels.gemm.quant import WeightFormat
 
 Architecture = Literal["sm80", "sm90", "sm100", "gfx942"]
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
+
+# Triton 3.9 warns at a launch that leaves this to its default, which 3.10 will change.
+LAUNCH_OPTIONS = {"enable_fp_fusion": True}
 
 # Block M of the kernels. Tensor cores take at least 16 rows, and past 128 registers run out.
 TILE_M_CHOICES = (16, 32, 64, 128)
@@ -53,6 +56,11 @@ class GemmConfig:
                 raise ConfigError(f"{name} must be a power of two >= 16, got {self}")
         if not _is_power_of_two(self.num_warps) or self.num_stages < 1 or self.programs_per_sm < 1:
             raise ConfigError(f"launch options must be positive, num_warps a power of two: {self}")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Triton's launch options."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **LAUNCH_OPTIONS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,33 @@ class PartStrides(NamedTuple):
     k: Any
 
 
+class GemmMode(NamedTuple):
+    """What a GEMM kernel is compiled for, beside its tile: one constexpr.
+
+    Attributes:
+        FORMAT: `quant.WeightFormat` of the weight.
+        DECODE_FP8: fp8 weights come as uint8 bits.
+        USE_DESCRIPTOR: the weight comes as a descriptor [slot, part, n, k].
+        SWAP_AB: the weight's N takes the tensor core's M.
+        TILE_M, BLOCK_N, BLOCK_K: block sizes.
+        EVEN_N, EVEN_K: the blocks divide N and K.
+        UPCAST: multiply in fp32; the interpreter's bf16 product is wrong (triton #11584).
+        PRECISION: of products of fp32.
+    """
+
+    FORMAT: str
+    DECODE_FP8: bool
+    USE_DESCRIPTOR: bool
+    SWAP_AB: bool
+    TILE_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    EVEN_N: bool
+    EVEN_K: bool
+    UPCAST: bool
+    PRECISION: str
+
+
 @triton.jit
 def wide_offset(index, stride):
     """Return `index * stride` in int64: a loaded index times a row is often past 2^31."""
@@ -116,21 +143,17 @@ def load_weight(
     N,
     K,
     DTYPE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    DECODE_FP8: tl.constexpr,
-    USE_DESCRIPTOR: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    MODE: tl.constexpr,
 ):
     """Load one weight tile [BLOCK_N, BLOCK_K] in DTYPE; zeros past N and K.
 
     `w` is a descriptor over all slots, or a pointer. mxfp4 stores two values per element.
     """
-    PACK: tl.constexpr = 2 if FORMAT == "mxfp4" else 1
-    if USE_DESCRIPTOR:
-        stored = w.load([slot, part, n_start, k_start // PACK]).reshape(BLOCK_N, BLOCK_K // PACK)
+    BLOCK_N: tl.constexpr = MODE.BLOCK_N
+    PACK: tl.constexpr = 2 if MODE.FORMAT == "mxfp4" else 1
+    STORED_K: tl.constexpr = MODE.BLOCK_K // PACK
+    if MODE.USE_DESCRIPTOR:
+        stored = w.load([slot, part, n_start, k_start // PACK]).reshape(BLOCK_N, STORED_K)
     else:
         stored = load_block(
             w,
@@ -142,13 +165,13 @@ def load_weight(
             N,
             K // PACK,
             BLOCK_N,
-            BLOCK_K // PACK,
-            EVEN_N,
-            EVEN_K,
+            STORED_K,
+            MODE.EVEN_N,
+            MODE.EVEN_K,
         )
-    if FORMAT == "plain":
+    if MODE.FORMAT == "plain":
         return stored
-    elif FORMAT == "mxfp4":
+    elif MODE.FORMAT == "mxfp4":
         scale = load_block(
             scale_ptr,
             scale_strides,
@@ -159,35 +182,30 @@ def load_weight(
             N,
             K // MX_GROUP,
             BLOCK_N,
-            BLOCK_K // MX_GROUP,
-            EVEN_N,
-            EVEN_K,
+            MODE.BLOCK_K // MX_GROUP,
+            MODE.EVEN_N,
+            MODE.EVEN_K,
         )
         return decode_mxfp4(stored, scale, DTYPE)
-    elif DECODE_FP8:
+    elif MODE.DECODE_FP8:
         return decode_e4m3(stored, DTYPE)
     else:
         return stored.to(DTYPE)
 
 
 @triton.jit
-def zero_accumulator(TILE_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP_AB: tl.constexpr):
+def zero_accumulator(MODE: tl.constexpr):
     """Return fp32 zeros [TILE_M, BLOCK_N], or [BLOCK_N, TILE_M] under SWAP_AB."""
-    if SWAP_AB:
+    TILE_M: tl.constexpr = MODE.TILE_M
+    BLOCK_N: tl.constexpr = MODE.BLOCK_N
+    if MODE.SWAP_AB:
         return tl.zeros((BLOCK_N, TILE_M), tl.float32)
     else:
         return tl.zeros((TILE_M, BLOCK_N), tl.float32)
 
 
 @triton.jit
-def multiply_add(
-    accumulator,
-    a,
-    w,
-    SWAP_AB: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def multiply_add(accumulator, a, w, MODE: tl.constexpr):
     """Return `accumulator + a @ w.T`, both transposed under SWAP_AB.
 
     Swapped, the weight's N takes the tensor core's M, whose granule of 64 would be mostly padding
@@ -197,15 +215,14 @@ def multiply_add(
         accumulator: see `zero_accumulator`.
         a: [TILE_M, BLOCK_K].
         w: [BLOCK_N, BLOCK_K].
-        UPCAST: multiply in fp32; the interpreter's bf16 product is wrong (triton #11584).
     """
-    if UPCAST:
+    if MODE.UPCAST:
         a = a.to(tl.float32)
         w = w.to(tl.float32)
-    if SWAP_AB:
-        return tl.dot(w, tl.trans(a), accumulator, input_precision=PRECISION)
+    if MODE.SWAP_AB:
+        return tl.dot(w, tl.trans(a), accumulator, input_precision=MODE.PRECISION)
     else:
-        return tl.dot(a, tl.trans(w), accumulator, input_precision=PRECISION)
+        return tl.dot(a, tl.trans(w), accumulator, input_precision=MODE.PRECISION)
 
 
 @triton.jit
@@ -222,16 +239,7 @@ def accumulate(
     k_start,
     N,
     K,
-    FORMAT: tl.constexpr,
-    DECODE_FP8: tl.constexpr,
-    USE_DESCRIPTOR: tl.constexpr,
-    SWAP_AB: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MODE: tl.constexpr,
 ):
     """Load one weight tile and add its product with `a` [TILE_M, BLOCK_K].
 
@@ -249,21 +257,15 @@ def accumulate(
         N,
         K,
         a.dtype,
-        FORMAT,
-        DECODE_FP8,
-        USE_DESCRIPTOR,
-        BLOCK_N,
-        BLOCK_K,
-        EVEN_N,
-        EVEN_K,
+        MODE,
     )
-    if FORMAT == "fp8_block":
+    if MODE.FORMAT == "fp8_block":
         n_block, k_block = n_start // SCALE_BLOCK, k_start // SCALE_BLOCK
         scale = tl.load(part_base(scale_ptr, scale_strides, slot, part, n_block, k_block))
         zeros = tl.zeros_like(accumulator)
-        return accumulator + scale * multiply_add(zeros, a, w_tile, SWAP_AB, UPCAST, PRECISION)
+        return accumulator + scale * multiply_add(zeros, a, w_tile, MODE)
     else:
-        return multiply_add(accumulator, a, w_tile, SWAP_AB, UPCAST, PRECISION)
+        return multiply_add(accumulator, a, w_tile, MODE)
 
 
 @triton.jit
@@ -277,15 +279,13 @@ def finish_rows(
     part,
     n_start,
     N,
-    FORMAT: tl.constexpr,
-    SWAP_AB: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    MODE: tl.constexpr,
 ):
     """Turn an accumulator into fp32 rows [TILE_M, BLOCK_N]: channel scale, then bias."""
-    rows = tl.trans(accumulator) if SWAP_AB else accumulator
-    offs_n = tl.arange(0, BLOCK_N)
+    rows = tl.trans(accumulator) if MODE.SWAP_AB else accumulator
+    offs_n = tl.arange(0, MODE.BLOCK_N)
     mask_n = n_start + offs_n < N
-    if FORMAT == "fp8_channel":
+    if MODE.FORMAT == "fp8_channel":
         pointers = part_base(scale_ptr, scale_strides, slot, part, n_start, 0)
         scale = tl.load(pointers + offs_n * scale_strides.n, mask=mask_n, other=0.0)  # [BLOCK_N]
         rows = rows * scale[None, :]

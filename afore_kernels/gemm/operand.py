@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from afore_kernels.errors import ConfigError
 from afore_kernels.gemm.device_tiles import DeviceTiles
 from afore_kernels.gemm.launch import GemmConfig
-from afore_kernels.gemm.main_loop import PartStrides
+from afore_kernels.gemm.main_loop import GemmMode, PartStrides
 from afore_kernels.gemm.quant import MX_GROUP, SCALE_BLOCK, ExpertWeight
 
 # The interpreter has no multiprocessors; a few programs still make them stride over the products.
@@ -65,12 +65,12 @@ class WeightOperand:
     Attributes:
         tensors: weight (pointer or descriptor over all slots), scale and bias, or None.
         strides: of the three.
-        constants: constexprs and launch options.
+        mode: what the kernel is compiled for.
     """
 
     tensors: tuple[Any, Any, Any]
     strides: tuple[PartStrides, PartStrides, PartStrides]
-    constants: dict[str, Any]
+    mode: GemmMode
 
     @classmethod
     def build(
@@ -78,6 +78,7 @@ class WeightOperand:
         weight: ExpertWeight,
         bias: torch.Tensor | None,
         a: torch.Tensor,
+        tile_m: int,
         config: GemmConfig,
     ) -> Self:
         """Collect the arguments for multiplying rows of `a` [..., K] by `weight`.
@@ -86,6 +87,7 @@ class WeightOperand:
             weight: of every slot.
             bias: [num_slots, num_parts, N], any strides, or None.
             a: the other operand; its dtype is that of the product.
+            tile_m: block M.
             config: block sizes.
 
         Raises:
@@ -100,24 +102,23 @@ class WeightOperand:
         if use_descriptor:
             stored_k = config.block_k // 2 if weight.format == "mxfp4" else config.block_k
             w = TensorDescriptor.from_tensor(data, [1, 1, config.block_n, stored_k])
-        constants = {
-            "FORMAT": weight.format,
-            "DECODE_FP8": decode_fp8,
-            "USE_DESCRIPTOR": use_descriptor,
-            "SWAP_AB": config.swap_ab,
-            "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k,
-            "EVEN_N": weight.num_outputs % config.block_n == 0,
-            "EVEN_K": weight.num_inputs % config.block_k == 0,
-            "UPCAST": is_interpreted() and a.dtype == torch.bfloat16,
-            "PRECISION": dot_precision(a.dtype, a.device),
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-        }
+        mode = GemmMode(
+            FORMAT=weight.format,
+            DECODE_FP8=decode_fp8,
+            USE_DESCRIPTOR=use_descriptor,
+            SWAP_AB=config.swap_ab,
+            TILE_M=tile_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            EVEN_N=weight.num_outputs % config.block_n == 0,
+            EVEN_K=weight.num_inputs % config.block_k == 0,
+            UPCAST=is_interpreted() and a.dtype == torch.bfloat16,
+            PRECISION=dot_precision(a.dtype, a.device),
+        )
         return cls(
             (w, weight.scale, bias),
             (_strides(data), _strides(weight.scale), _strides(bias)),
-            constants,
+            mode,
         )
 
 

@@ -297,11 +297,11 @@ def test_config_that_fp8_blocks_do_not_fit(kernel_device: str) -> None:
         torch.zeros(1, 256, 256).to(torch.float8_e4m3fn), torch.ones(1, 2, 2), format="fp8_block"
     )
     with pytest.raises(ConfigError, match="block_n and block_k <= 128"):
-        WeightOperand.build(weight, None, torch.zeros(1), replace(BLOCKS, block_n=256))
+        WeightOperand.build(weight, None, torch.zeros(1), 16, replace(BLOCKS, block_n=256))
     mxfp4 = ExpertWeight.down(
         torch.zeros(1, 32, 16, dtype=torch.uint8),
         torch.zeros(1, 32, 1, dtype=torch.uint8),
         format="mxfp4",
     )
     with pytest.raises(ConfigError, match="block_k >= 32"):
-        WeightOperand.build(mxfp4, None, torch.zeros(1), replace(BLOCKS, block_k=16))
+        WeightOperand.build(mxfp4, None, torch.zeros(1), 16, replace(BLOCKS, block_k=16))
