@@ -59,7 +59,7 @@ def run(
     scale_of_inputs: float = 1.0,
 ) -> Run:
     """Run the kernels on a routing and the oracle beside them; guards are checked."""
-    num_tokens, top_k = expert_ids.shape
+    num_tokens = expert_ids.shape[0]
     generator = torch.Generator().manual_seed(7)
     routing_weights = torch.rand(expert_ids.shape, generator=generator) + 0.1
     weights = make_weights(num_experts, hidden_size, intermediate_size, dtype=dtype, seed=3)
@@ -183,7 +183,7 @@ def test_nan_passes_the_clamp(kernel_device: str) -> None:
 @pytest.mark.parametrize("size", [8, 48, 96, 100, 577, 859])
 @pytest.mark.parametrize("config", [BLOCKS, SWAPPED], ids=["pointers", "swapped-descriptors"])
 def test_sizes_that_no_block_divides(kernel_device: str, size: int, config: GemmConfig) -> None:
-    """kernels-community #1158, stk #12, maxtext #1183: N and K tails, next rows poisoned by data."""
+    """kernels-community #1158, stk #12, maxtext #1183: the tails of N and K."""
     wide = replace(config, block_n=64, block_k=128)
     check(
         kernel_device, route(3, 2), hidden_size=size, intermediate_size=size // 2 + 1, config=wide
