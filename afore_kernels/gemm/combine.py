@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from afore_kernels.gemm.launch import LAUNCH_OPTIONS
 from afore_kernels.gemm.main_loop import wide_offset
 
 BLOCK_T = 4
@@ -70,4 +71,5 @@ def run_combine(
         TOP_K=top_k,
         BLOCK_T=BLOCK_T,
         BLOCK_H=BLOCK_H,
+        **LAUNCH_OPTIONS,
     )

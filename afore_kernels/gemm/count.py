@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from afore_kernels.errors import ShapeError
+from afore_kernels.gemm.launch import LAUNCH_OPTIONS
 
 # A block that starts at the last pair must not pass int32.
 MAX_PAIRS = 2**30
@@ -128,6 +129,7 @@ def count_pairs_on_device(
         CHUNK=_PAIRS_PER_PROGRAM,
         BLOCK_P=1024,
         BLOCK_E=block_e,
+        **LAUNCH_OPTIONS,
     )
     return out
 
@@ -157,5 +159,6 @@ def count_chunks(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
         CHUNK=CHUNK_PAIRS,
         BLOCK_P=CHUNK_PAIRS,
         BLOCK_E=block_e,
+        **LAUNCH_OPTIONS,
     )
     return counts

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from afore_kernels.gemm.device_tiles import DeviceSchedule
+from afore_kernels.gemm.launch import LAUNCH_OPTIONS
 
 
 @triton.jit
@@ -72,4 +73,5 @@ def lay_out_tiles(schedule: DeviceSchedule) -> None:
         TILE_M=schedule.tile_m,
         BLOCK_S=64,
         BLOCK_T=256,
+        **LAUNCH_OPTIONS,
     )

@@ -25,6 +25,7 @@ from afore_kernels.gemm.count import (
     require_vector,
 )
 from afore_kernels.gemm.device_tiles import DeviceTiles
+from afore_kernels.gemm.launch import LAUNCH_OPTIONS
 from afore_kernels.gemm.rows import close_expert, load_interval, place_pairs
 
 SelectPath = Literal["slot_major", "chunked"]
@@ -231,7 +232,9 @@ def select_pairs(
     if path is None:
         path = "slot_major" if ids.numel() <= MAX_SLOT_MAJOR_PAIRS else "chunked"
     if path == "slot_major":
-        _select_by_expert_kernel[(num_experts + 1,)](*outputs, ids, *slots, *sizes, BLOCK=2048)
+        _select_by_expert_kernel[(num_experts + 1,)](
+            *outputs, ids, *slots, *sizes, BLOCK=2048, **LAUNCH_OPTIONS
+        )
         return
     counts = count_chunks(ids, num_experts)
     num_chunks = counts.shape[0]
@@ -249,4 +252,5 @@ def select_pairs(
         BLOCK_P=STEP_PAIRS,
         BLOCK_C=16,
         BLOCK_E=block_e,
+        **LAUNCH_OPTIONS,
     )

@@ -15,6 +15,7 @@ from afore_kernels.config import INT32_MAX
 from afore_kernels.errors import ShapeError
 from afore_kernels.gemm.count import require_vector
 from afore_kernels.gemm.device_tiles import DeviceSchedule, DeviceTiles
+from afore_kernels.gemm.launch import LAUNCH_OPTIONS
 from afore_kernels.gemm.layout import lay_out_tiles
 from afore_kernels.gemm.select import SelectPath, select_pairs
 from afore_kernels.partition.expand import PlanDefect, expand_plan_kernel
@@ -139,6 +140,7 @@ class DevicePlan:
             layout.slot_expert_word,
             layout.slot_pairs_word,
             BLOCK=256,
+            **LAUNCH_OPTIONS,
         )
         lay_out_tiles(self.schedule)
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from afore_kernels.errors import ShapeError
+from afore_kernels.gemm.launch import LAUNCH_OPTIONS
 from afore_kernels.gemm.main_loop import wide_offset
 from afore_kernels.partition.demand_buffer import (
     TOKENS_PER_BLOCK,
@@ -239,5 +240,6 @@ def route_tokens(
         BLOCK_K=triton.next_power_of_2(router.top_k),
         num_warps=NUM_WARPS,
         num_stages=3 if columns <= 256 else 2,
+        **LAUNCH_OPTIONS,
     )
     return RoutedTokens(expert_ids, routing_weights, demand.demand)
