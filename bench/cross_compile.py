@@ -234,7 +234,11 @@ def _read_cubin(asm: Mapping[str, Any], name: str) -> tuple[list[Instruction], R
         file.write(asm["cubin"])
         file.flush()
         instructions = parse_sass(_run_cuobjdump("-sass", file.name), name)
-        return instructions, parse_res_usage(_run_cuobjdump("-res-usage", file.name), name)
+        resources = parse_res_usage(_run_cuobjdump("-res-usage", file.name), name)
+        # A stack frame that nothing loads or stores holds no register.
+        if not any(i.opcode.startswith(("LDL", "STL")) for i in instructions):
+            resources = resources._replace(spill_bytes=0)
+        return instructions, resources
 
 
 def _run_cuobjdump(option: str, path: str) -> str:

@@ -194,9 +194,7 @@ def _make_job(
     constexprs = constexprs | {
         name: value for name, value in values.items() if value is None or name == "MODE"
     }
-    arguments = {
-        name: _type_of(value) for name, value in values.items() if name not in constexprs
-    }
+    arguments = {name: _type_of(value) for name, value in values.items() if name not in constexprs}
     return CompileJob(
         kernel, arguments, constexprs, architecture, config.num_warps, config.num_stages
     )

@@ -13,7 +13,8 @@ BLOCK_T = 4
 BLOCK_H = 512
 
 
-@triton.jit
+# A count of 1 or a multiple of 16 must not compile another kernel while serving.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _combine_kernel(
     out_ptr,
     weighted_ptr,

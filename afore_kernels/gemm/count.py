@@ -28,7 +28,8 @@ def load_experts(ids_ptr, offs, num_pairs, num_experts):
     return tl.where(offs < num_pairs, experts, num_experts + 1)
 
 
-@triton.jit
+# A count of 1 or a multiple of 16 must not compile another kernel while serving.
+@triton.jit(do_not_specialize=["num_pairs"])
 def _count_pairs_kernel(
     counts_ptr,  # int32 [num_chunks, num_bins], or [num_bins] with IS_SHARED
     ids_ptr,  # int32 or int64 [num_pairs]

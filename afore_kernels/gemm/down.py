@@ -13,7 +13,8 @@ from afore_kernels.gemm.operand import WeightOperand, num_programs
 from afore_kernels.gemm.quant import ExpertWeight, split_parts
 
 
-@triton.jit
+# A count of 1 or a multiple of 16 must not compile another kernel while serving.
+@triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
     weighted_ptr,
     activated_ptr,

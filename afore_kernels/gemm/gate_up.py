@@ -46,7 +46,8 @@ def activate(
     return gate * up
 
 
-@triton.jit
+# A count of 1 or a multiple of 16 must not compile another kernel while serving.
+@triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_kernel(
     activated_ptr,
     hidden_ptr,

@@ -149,35 +149,37 @@ _HEURISTICS: dict[Architecture, dict[int, LaunchConfig]] = {
     "sm80": {
         16: _pair(_pointers(64, 128, 4, 3, 2), _pointers(64, 128, 4, 3, 2)),
         32: _pair(_pointers(64, 128, 4, 3, 2), _pointers(64, 128, 4, 3, 2)),
-        64: _pair(_pointers(64, 64, 8, 3), _pointers(128, 64, 8, 3)),
+        64: _pair(_pointers(64, 64, 4, 3), _pointers(128, 64, 8, 3)),
         128: _pair(_pointers(64, 64, 8, 3), _pointers(128, 64, 8, 3)),
     },
     "sm90": {
         16: _pair(_swapped(64, 128, 3), _swapped(64, 128, 4)),
-        32: _pair(_swapped(64, 128, 3), _swapped(64, 128, 4)),
+        32: _pair(_swapped(64, 64, 4), _swapped(64, 128, 4)),
         64: _pair(_wide(128, 64, 8, 3), _wide(128, 64, 4, 4)),
         128: _pair(_wide(64, 64, 8, 4), _wide(128, 64, 8, 4)),
     },
     "sm100": {
         16: _pair(_swapped(64, 128, 3), _swapped(64, 128, 4)),
-        32: _pair(_swapped(64, 128, 3), _swapped(64, 128, 3)),
+        32: _pair(_swapped(64, 64, 4), _swapped(64, 128, 3)),
         64: _pair(_wide(128, 64, 8, 4), _wide(128, 64, 4, 4)),
         128: _pair(_wide(64, 64, 8, 4), _wide(128, 64, 8, 4)),
     },
     "gfx942": {
         16: _pair(_pointers(64, 64, 4, 2, 2), _pointers(64, 64, 4, 2, 2)),
-        32: _pair(_pointers(64, 64, 4, 2, 2), _pointers(64, 64, 4, 2, 2)),
+        32: _pair(_pointers(64, 64, 2, 2, 2), _pointers(64, 64, 2, 2, 2)),
         64: _pair(_pointers(64, 64, 4, 2), _pointers(128, 64, 4, 2)),
         128: _pair(_pointers(64, 64, 8, 2), _pointers(128, 64, 8, 2)),
     },
 }
 
-# Where a thread owns whole rows of the accumulator, it also holds the epilogue's scale or bias of
-# every column, and decoding takes registers in the main loop: these rows would spill.
-_HEURISTICS_WITH_SCALE: dict[tuple[Architecture, int], LaunchConfig] = {
-    ("sm80", 64): _pair(_pointers(64, 32, 8, 3), _pointers(128, 64, 8, 3)),
-    ("sm80", 128): _pair(_pointers(32, 64, 8, 3), _pointers(128, 32, 8, 4)),
-    ("sm100", 128): _pair(_wide(64, 64, 8, 4), _wide(64, 64, 8, 4)),
+# Decoding takes registers in the main loop, mxfp4 the most: with the rows above these would spill.
+_HEURISTICS_QUANTISED: dict[tuple[Architecture, int], LaunchConfig] = {
+    ("sm80", 64): _pair(_pointers(32, 64, 4, 3), _pointers(128, 64, 8, 3)),
+    ("sm80", 128): _pair(_pointers(32, 64, 8, 3), _pointers(64, 64, 8, 3)),
+}
+_HEURISTICS_MXFP4: dict[tuple[Architecture, int], LaunchConfig] = {
+    ("sm100", 64): _pair(_wide(64, 64, 8, 4), _wide(128, 64, 4, 4)),
+    ("sm100", 128): _pair(_wide(32, 64, 8, 4), _wide(64, 64, 8, 4)),
 }
 
 
@@ -204,8 +206,10 @@ def heuristic_launch(
     if tile_m not in TILE_M_CHOICES:
         raise ConfigError(f"the Triton kernels take tile_m in {TILE_M_CHOICES}, got {tile_m}")
     launch = _HEURISTICS[architecture][tile_m]
-    if weight_format != "plain" or has_bias:
-        launch = _HEURISTICS_WITH_SCALE.get((architecture, tile_m), launch)
+    if weight_format != "plain":
+        launch = _HEURISTICS_QUANTISED.get((architecture, tile_m), launch)
+    if weight_format == "mxfp4":
+        launch = _HEURISTICS_MXFP4.get((architecture, tile_m), launch)
     if dtype == torch.float32:
         # The same bytes per step; 32-bit operands otherwise take twice the shared memory.
         return _pair(

@@ -32,9 +32,12 @@ SelectPath = Literal["slot_major", "chunked"]
 MAX_SLOT_MAJOR_PAIRS = 32768
 # A step of the chunked path compares each of its pairs with all others; 128 spill registers.
 STEP_PAIRS = 64
+# With 4 warps, gfx942 spills scalar registers.
+BY_EXPERT_OPTIONS = {"BLOCK": 2048, "num_warps": 8, **LAUNCH_OPTIONS}
 
 
-@triton.jit
+# A count of 1 or a multiple of 16 must not compile another kernel while serving.
+@triton.jit(do_not_specialize=["num_pairs"])
 def _select_by_expert_kernel(
     sorted_pair_ptr,  # int32 [max_rows]
     pair_row_ptr,  # int32 [num_pairs]
@@ -89,7 +92,7 @@ def _select_by_expert_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
 def _select_by_chunk_kernel(
     sorted_pair_ptr,  # int32 [max_rows]
     pair_row_ptr,  # int32 [num_pairs]
@@ -233,7 +236,7 @@ def select_pairs(
         path = "slot_major" if ids.numel() <= MAX_SLOT_MAJOR_PAIRS else "chunked"
     if path == "slot_major":
         _select_by_expert_kernel[(num_experts + 1,)](
-            *outputs, ids, *slots, *sizes, BLOCK=2048, **LAUNCH_OPTIONS
+            *outputs, ids, *slots, *sizes, **BY_EXPERT_OPTIONS
         )
         return
     counts = count_chunks(ids, num_experts)

@@ -8,6 +8,8 @@ and the tokens beside a token do not change its routing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -155,6 +157,45 @@ def _route_tokens_kernel(
             tl.store(record_ptr + NUM_EXPERTS, tl.load(record_ptr + NUM_EXPERTS) + 1)
 
 
+def launch_options(router: Router, hidden_size: int, is_16_bit: bool) -> dict[str, Any]:
+    """Return the kernel's constexprs, but for UPCAST, and its launch options.
+
+    Args:
+        router: the formula.
+        hidden_size: H.
+        is_16_bit: hidden states and gate have the same 16-bit dtype.
+
+    Raises:
+        ShapeError: if the experts need more columns than a program has.
+    """
+    num_groups = router.num_groups if router.has_group_limit else 1
+    block_groups = triton.next_power_of_2(num_groups)
+    block_members = triton.next_power_of_2(router.num_experts // num_groups)
+    columns = max(16, block_groups * block_members)
+    if columns > MAX_COLUMNS:
+        raise ShapeError(f"the experts need {columns} columns, a program has {MAX_COLUMNS}")
+    block_h = GATE_BLOCK_BYTES // (columns * (2 if is_16_bit else 4))
+    return {
+        "NUM_EXPERTS": router.num_experts,
+        "NUM_GROUPS": num_groups,
+        "TOPK_GROUPS": router.topk_groups if router.has_group_limit else 1,
+        "TOP_K": router.top_k,
+        "IS_SIGMOID": router.score == "sigmoid",
+        "NORMALISE": router.normalise,
+        "EPSILON": SIGMOID_EPSILON,
+        "CHUNK_H": CHUNK_H,
+        "EVEN_H": hidden_size % CHUNK_H == 0,
+        "BLOCK_T": TOKENS_PER_BLOCK,
+        "BLOCK_H": min(max(block_h, 16), 64),
+        "BLOCK_GROUPS": block_groups,
+        "BLOCK_MEMBERS": columns // block_groups,
+        "BLOCK_K": triton.next_power_of_2(router.top_k),
+        "num_warps": NUM_WARPS,
+        "num_stages": 3 if columns <= 256 else 2,
+        **LAUNCH_OPTIONS,
+    }
+
+
 def route_tokens(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -190,15 +231,9 @@ def route_tokens(
     if demand is None:
         demand = DemandBuffer.allocate(router.num_experts, num_tokens, device)
     demand.check(router.num_experts, num_tokens, device)
-    num_groups = router.num_groups if router.has_group_limit else 1
-    block_groups = triton.next_power_of_2(num_groups)
-    block_members = triton.next_power_of_2(router.num_experts // num_groups)
-    columns = max(16, block_groups * block_members)
-    if columns > MAX_COLUMNS:
-        raise ShapeError(f"the experts need {columns} columns, a program has {MAX_COLUMNS}")
-
     is_16_bit = hidden.dtype == weight.dtype != torch.float32
-    block_h = GATE_BLOCK_BYTES // (columns * (2 if is_16_bit else 4))
+    options = launch_options(router, hidden_size, is_16_bit)
+    columns = options["BLOCK_GROUPS"] * options["BLOCK_MEMBERS"]
     # The interpreter's bf16 product is wrong (triton #11584).
     is_wrong_product = triton.knobs.runtime.interpret and hidden.dtype == torch.bfloat16
     num_chunks = triton.cdiv(hidden_size, CHUNK_H)
@@ -223,23 +258,7 @@ def route_tokens(
         hidden_size,
         num_chunks,
         router.routed_scaling_factor,
-        NUM_EXPERTS=router.num_experts,
-        NUM_GROUPS=num_groups,
-        TOPK_GROUPS=router.topk_groups if router.has_group_limit else 1,
-        TOP_K=router.top_k,
-        IS_SIGMOID=router.score == "sigmoid",
-        NORMALISE=router.normalise,
-        EPSILON=SIGMOID_EPSILON,
-        CHUNK_H=CHUNK_H,
-        EVEN_H=hidden_size % CHUNK_H == 0,
         UPCAST=not is_16_bit or is_wrong_product,
-        BLOCK_T=TOKENS_PER_BLOCK,
-        BLOCK_H=min(max(block_h, 16), 64),
-        BLOCK_GROUPS=block_groups,
-        BLOCK_MEMBERS=columns // block_groups,
-        BLOCK_K=triton.next_power_of_2(router.top_k),
-        num_warps=NUM_WARPS,
-        num_stages=3 if columns <= 256 else 2,
-        **LAUNCH_OPTIONS,
+        **options,
     )
     return RoutedTokens(expert_ids, routing_weights, demand.demand)
