@@ -11,14 +11,17 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Activation": "afore_kernels.config",
     "AttentionClient": "afore_kernels.runtime.client",
+    "ExpertWeight": "afore_kernels.gemm.quant",
     "MoEConfig": "afore_kernels.config",
     "Plan": "afore_kernels.plan",
     "ReplicaCopy": "afore_kernels.plan",
+    "Router": "afore_kernels.partition.router",
     "Target": "afore_kernels.plan",
     "Tier": "afore_kernels.runtime.launch",
     "TierConfig": "afore_kernels.config",
     "errors": "afore_kernels.errors",
     "moe_ffn": "afore_kernels.gemm.ffn",
+    "route_tokens": "afore_kernels.partition.route",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

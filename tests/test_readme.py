@@ -22,7 +22,7 @@ def run_block(index: int) -> dict[str, Any]:
 
 
 def test_every_code_block_has_a_test() -> None:
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
 @pytest.mark.multiprocess
@@ -55,6 +55,24 @@ def test_transformers_example_makes_the_monolithic_tokens() -> None:
         names["prompt"], max_new_tokens=4, do_sample=False, pad_token_id=0
     )
     assert names["tokens"].tolist() == alone.tolist()
+
+
+def test_quantised_example_computes_its_own_values() -> None:
+    from afore_kernels import moe_ffn
+    from afore_kernels.testing import assert_close
+
+    names = run_block(2)
+    expected = moe_ffn(
+        names["hidden"],
+        names["expert_ids"],
+        names["scores"],
+        *(
+            names["ExpertWeight"].down(*names[name], format="mxfp4").as_rows(torch.bfloat16)
+            for name in ("gate_up", "down")
+        ),
+        activation=names["Activation"](),
+    )
+    assert_close(names["output"], expected, torch.bfloat16)
 
 
 def test_commands_exist() -> None:

@@ -176,7 +176,8 @@ class ExpertWeight:
                 assert self.scale is not None
                 codes = torch.stack((self.data & 0xF, self.data >> 4), -1).flatten(-2)
                 table = torch.tensor(E2M1, device=self.data.device)
-                factor = torch.ldexp(torch.ones(()), self.scale.int() - 127)
+                exponent = self.scale.int() - 127
+                factor = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
                 values = table[codes.int()] * factor.repeat_interleave(MX_GROUP, 3)
         rows = values.transpose(1, 2) if self.interleaved else values
         return rows.flatten(1, 2).to(dtype)
