@@ -137,6 +137,7 @@ def moe_ffn(
         ConfigError: if the kernels do not take this `tile_m`.
     """
     _require(hidden.dim() == 2, "hidden must have 2 dimensions")
+    _require(hidden.shape[1] > 0, "hidden must have at least one column")
     _require_dtype("hidden", hidden, *FLOAT_DTYPES)
     _check_routing(expert_ids, routing_weights)
     experts = _as_experts(gate_up, down, activation.interleaved)

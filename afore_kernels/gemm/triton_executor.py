@@ -8,6 +8,7 @@ from typing import Self
 import torch
 
 from afore_kernels.config import Activation
+from afore_kernels.errors import ShapeError
 from afore_kernels.gemm.combine import run_combine
 from afore_kernels.gemm.count import count_pairs_on_device
 from afore_kernels.gemm.device_tiles import DeviceSchedule, DeviceTiles
@@ -67,6 +68,42 @@ def tile_all_pairs(expert_ids: torch.Tensor, num_experts: int, tile_m: int) -> D
     return tiles
 
 
+def _check_fit(
+    out: torch.Tensor,
+    hidden: torch.Tensor,
+    routing_weights: torch.Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    tiles: DeviceTiles,
+    workspace: Workspace,
+) -> None:
+    num_tokens, hidden_size, width = len(routing_weights), gate_up.num_inputs, gate_up.num_outputs
+    rows = tiles.schedule.max_rows
+    for name, tensor, shape in (
+        ("out", out, (num_tokens, hidden_size)),
+        ("hidden", hidden, (num_tokens, hidden_size)),
+        ("workspace.activated", workspace.activated[:rows], (rows, width)),
+        ("workspace.weighted", workspace.weighted[:rows], (rows, hidden_size)),
+    ):
+        if tensor.shape != shape:
+            raise ShapeError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+        if name != "hidden" and tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise ShapeError(f"{name} must have contiguous rows, got strides {tensor.stride()}")
+    if not routing_weights.is_contiguous() or routing_weights.numel() != tiles.num_pairs:
+        raise ShapeError(
+            f"routing_weights must be contiguous with {tiles.num_pairs} pairs, got "
+            f"{list(routing_weights.shape)} with strides {routing_weights.stride()}"
+        )
+    num_slots = tiles.schedule.num_slots
+    for name, weight, expected in (
+        ("gate_up", gate_up, (num_slots, 2, width, hidden_size)),
+        ("down", down, (num_slots, 1, hidden_size, width)),
+    ):
+        found = weight.num_slots, weight.num_parts, weight.num_outputs, weight.num_inputs
+        if found != expected:
+            raise ShapeError(f"{name} is [slot, part, n, k] {list(found)}, not {list(expected)}")
+
+
 def run_expert_ffn(
     out: torch.Tensor,
     hidden: torch.Tensor,
@@ -103,7 +140,12 @@ def run_expert_ffn(
         down_bias: [num_slots, H], or None.
         num_tiles: exact tile count for an eager launch, or None.
         idle_sms: multiprocessors that a graph's launch leaves to the copy stream.
+
+    Raises:
+        ShapeError: if an argument does not fit the others, or has strides that are not taken.
+        ConfigError: if the block sizes do not fit the weight format.
     """
+    _check_fit(out, hidden, routing_weights, gate_up, down, tiles, workspace)
     top_k = routing_weights.shape[1]
     run_gate_up(
         workspace.activated,

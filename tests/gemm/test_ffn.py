@@ -180,6 +180,7 @@ INF_WEIGHTS = torch.full((11, 3), torch.inf)
     ("changes", "message"),
     [
         ({"hidden": torch.zeros(11, 2, 32)}, "hidden must have 2 dimensions"),
+        ({"hidden": torch.zeros(11, 0)}, "hidden must have at least one column"),
         ({"expert_ids": torch.zeros(33, dtype=torch.int32)}, "expert_ids must have 2"),
         ({"gate_up": torch.zeros(32, 32)}, "gate_up must have 3"),
         ({"expert_ids": torch.zeros(11, 0, dtype=torch.int32)}, "at least one column"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from afore_kernels.config import Activation
-from afore_kernels.errors import ConfigError
+from afore_kernels.errors import ConfigError, ShapeError
 from afore_kernels.gemm.combine import run_combine
 from afore_kernels.gemm.device_tiles import DeviceTiles
 from afore_kernels.gemm.launch import GemmConfig, LaunchConfig
@@ -305,3 +305,62 @@ def test_config_that_fp8_blocks_do_not_fit(kernel_device: str) -> None:
     )
     with pytest.raises(ConfigError, match="block_k >= 32"):
         WeightOperand.build(mxfp4, None, torch.zeros(1), 16, replace(BLOCKS, block_k=16))
+
+
+def _arguments(device: str) -> dict[str, object]:
+    ids, routing_weights = make_routing(5, 4, 2)
+    weights = make_weights(4, 32, 16)
+    tiles = DeviceTiles.from_host(PairTiles.from_expert_ids(ids.numpy(), 4, 16), device)
+    return {
+        "out": torch.empty(5, 32, device=device),
+        "hidden": draw_hidden(5, 32, torch.float32).to(device),
+        "routing_weights": routing_weights.to(device),
+        "gate_up": ExpertWeight.gate_up(weights.gate_up.to(device)),
+        "down": ExpertWeight.down(weights.down.to(device)),
+        "tiles": tiles,
+        "workspace": Workspace.allocate(tiles.schedule.max_rows, 32, 16, torch.float32, device),
+    }
+
+
+def _call(arguments: dict[str, object]) -> None:
+    launch = LaunchConfig(gate_up=BLOCKS, down=BLOCKS)
+    run_expert_ffn(**arguments, activation=SILU, config=launch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"out": torch.empty(32, 5).t()}, "out must have contiguous rows"),
+        ({"out": torch.empty(5, 31)}, r"out must be \[5, 32\]"),
+        ({"hidden": torch.empty(4, 32)}, r"hidden must be \[5, 32\]"),
+        ({"routing_weights": torch.empty(2, 5).t()}, "routing_weights must be contiguous"),
+        ({"routing_weights": torch.empty(5, 3)}, "routing_weights must be contiguous with 10"),
+        ({"gate_up": ExpertWeight.gate_up(torch.empty(3, 32, 32))}, r"not \[4, 2, 16, 32\]"),
+        ({"gate_up": ExpertWeight.down(torch.empty(4, 16, 32))}, r"not \[4, 2, 16, 32\]"),
+        ({"down": ExpertWeight.down(torch.empty(4, 32, 17))}, r"not \[4, 1, 32, 16\]"),
+        (
+            {"workspace": Workspace(torch.empty(16, 16), torch.empty(640, 32))},
+            "workspace.activated must be",
+        ),
+        (
+            {"workspace": Workspace(torch.empty(640, 16), torch.empty(32, 640).t())},
+            "workspace.weighted must have contiguous rows",
+        ),
+    ],
+)
+def test_argument_that_does_not_fit(
+    kernel_device: str, changes: dict[str, object], message: str
+) -> None:
+    """flashinfer #1632, aiter #5292: strides are honoured or rejected, never assumed."""
+    with pytest.raises(ShapeError, match=message):
+        _call(_arguments(kernel_device) | changes)
+
+
+def test_output_with_padded_rows(kernel_device: str) -> None:
+    arguments = _arguments(kernel_device)
+    _call(arguments)
+    wide = torch.full((5, 48), torch.nan, device=kernel_device)
+    _call(arguments | {"out": wide[:, 8:40]})
+    assert torch.equal(wide[:, 8:40], arguments["out"])  # type: ignore[arg-type]
+    assert wide[:, :8].isnan().all()
+    assert wide[:, 40:].isnan().all()
