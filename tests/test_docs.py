@@ -330,6 +330,15 @@ def test_links_and_paths_exist(page: Path) -> None:
     assert missing == []
 
 
+def test_tests_named_for_public_faults_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "faults.md").read_text())
+    assert len(named) > 40
+    missing = [
+        f"{path}::{test}" for path, test in named if f"def {test}(" not in (ROOT / path).read_text()
+    ]
+    assert missing == []
+
+
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_modules_and_names_exist(page: Path) -> None:
     """A file of the package by its path, a name by its module or class: `mailbox.write_entry`."""
