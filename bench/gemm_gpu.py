@@ -64,7 +64,6 @@ def measure_device(name: str, timer: Timer) -> Device:
     source = torch.empty(_GIB, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy_us = timer(lambda _: target.copy_(source))
-    del source, target
     size = 8192
     a = torch.randn(size, size, dtype=torch.bfloat16, device="cuda")
     product_us = timer(lambda _: a @ a)

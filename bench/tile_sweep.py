@@ -60,18 +60,14 @@ class TilePoint:
     predicted_us: float
 
 
-def draw_ids(
-    model: Model, num_tokens: int, num_targets: int, skew: float
-) -> npt.NDArray[np.uint8]:
+def draw_ids(model: Model, num_tokens: int, num_targets: int, skew: float) -> npt.NDArray[np.uint8]:
     """Draw targets that share one popularity, uint8 [num_targets, num_tokens, 1, top_k]."""
     config = model.config
     ids, _ = make_routing(num_targets * num_tokens, config.num_experts, config.top_k, skew=skew)
     return ids.numpy().astype(np.uint8).reshape(num_targets, num_tokens, 1, config.top_k)
 
 
-def recorded_ids(
-    trace: RoutingTrace, num_tokens: int, num_steps: int
-) -> npt.NDArray[np.uint8]:
+def recorded_ids(trace: RoutingTrace, num_tokens: int, num_steps: int) -> npt.NDArray[np.uint8]:
     """Replay decode steps, uint8 [num_steps, num_tokens, TRACE_LAYERS, top_k]."""
     layers = np.linspace(0, trace.num_layers - 1, TRACE_LAYERS).astype(int)
     steps = itertools.islice(ContinuousBatching(trace, concurrency=num_tokens), num_steps)
