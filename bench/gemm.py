@@ -100,14 +100,15 @@ def report_sweep(points: Sequence[TilePoint]) -> None:
 
 def plot_sweep(points: Sequence[TilePoint], model: Model, device: Device, path: Path) -> None:
     """Draw tile size against balance and against predicted time; a line per routing and policy."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise SystemExit("a plot needs matplotlib: pip install 'afore-kernels[bench]'") from None
 
     largest = max((p.num_tokens, p.num_workers) for p in points)
     shown = [p for p in points if (p.num_tokens, p.num_workers) == largest]
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2)
     lines = sorted({(p.routing, p.policy) for p in shown})
     colours = {routing: f"C{i}" for i, routing in enumerate(sorted({p.routing for p in shown}))}
     for routing, policy in lines:

@@ -17,6 +17,8 @@ from afore_kernels.gemm.measure import draw_weight
 from afore_kernels.gemm.quant import ExpertWeight
 from afore_kernels.gemm.triton_executor import Workspace, run_expert_ffn
 from afore_kernels.partition.device_plan import DevicePlan
+from afore_kernels.partition.intervals import pair_intervals
+from afore_kernels.partition.pack import partition_pairs
 from afore_kernels.plan import Plan, PlanLayout, PrimaryPlacement
 from bench.gemm_baselines import TorchExperts, local_slots, run_expert_loop, run_grouped_mm
 from bench.roofline import make_roofline
@@ -117,7 +119,7 @@ class WorkerTargets:
         tile_m: int,
         device: torch.device,
     ) -> Self:
-        """Partition every target with the kernels.
+        """Partition every target on the host.
 
         Args:
             ids: [num_targets, num_tokens, num_layers, top_k].
@@ -135,19 +137,16 @@ class WorkerTargets:
         for plan in plans:
             record = torch.from_numpy(layout.pack(plan).view(np.int32)).to(device)
             target = plan.target
-            routing = torch.from_numpy(ids[target.step, :, target.layer].astype(np.int32))
-            routing = routing.to(device)
-            shared = DeviceTiles.allocate(device_plan.schedule, num_pairs)
-            device_plan.expand(record)
-            device_plan.partition(routing, shared)
-            host = shared.to_host()
+            routing = ids[target.step, :, target.layer].astype(np.int32)
+            intervals = pair_intervals(plan, placement, worker)
+            tiles = partition_pairs(routing, intervals, intervals.tile_schedule(tile_m)).tiles
             routed.append(
                 Routed(
-                    routing,
+                    torch.from_numpy(routing).to(device),
                     record,
-                    DeviceTiles.from_host(host, device),
-                    local_slots(host, ids.shape[3]).to(device),
-                    host.schedule.pairs_per_slot,
+                    DeviceTiles.from_host(tiles, device),
+                    local_slots(tiles, ids.shape[3]).to(device),
+                    tiles.schedule.pairs_per_slot,
                 )
             )
         return cls(device_plan, routed, placement.num_slots(worker))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from afore_kernels.config import Activation
 from afore_kernels.gemm.reference import reference_moe_ffn
 from afore_kernels.gemm.tiles import PairTiles, TileSchedule
 from afore_kernels.testing import assert_close, make_routing, make_weights
+from bench.gemm import plot_sweep
 from bench.gemm_baselines import TorchExperts, local_slots, run_expert_loop, run_grouped_mm
 from bench.roofline import make_roofline
 from bench.shapes import GLM_4_5_AIR, GPT_OSS_20B, H200
@@ -93,3 +96,18 @@ def test_replicas_balance_what_static_does_not() -> None:
     balance = {(p.routing, p.policy): p.tile_balance for p in points}
     assert balance["zipf", "afore"] < balance["zipf", "static"]
     assert {p.tile_m for p in points} == {4}
+
+
+def test_plot_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    points = list(sweep(SMALL, H200, tile_sizes=[16, 32], tokens=[8], workers=[2], num_targets=1))
+    plot_sweep(points, SMALL, H200, tmp_path / "tiles.png")
+    assert (tmp_path / "tiles.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_matplotlib_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match="bench"):
+        plot_sweep([], SMALL, H200, tmp_path / "tiles.png")
