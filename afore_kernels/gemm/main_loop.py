@@ -91,11 +91,12 @@ def decode_mxfp4(packed, scale, DTYPE: tl.constexpr):
     BLOCK_K: tl.constexpr = packed.shape[1] * 2
     codes = tl.join(packed & 0xF, packed >> 4).to(tl.uint16)  # [BLOCK_N, BLOCK_K // 2, 2]
     moved = ((codes & 0x8) << 12) | ((codes & 0x7) << 9)
-    values = moved.to(tl.float16, bitcast=True).to(tl.float32)
+    # The bits lie where fp16 has its exponent, off by 2^14.
+    values = (moved.to(tl.float16, bitcast=True) * 16384.0).to(tl.float32)
     values = values.reshape(BLOCK_N, BLOCK_K // MX_GROUP, MX_GROUP)
-    # The bits lie where fp16 has its exponent, off by 2^14. 2^-127 is subnormal in fp32.
+    # 2^-127 is subnormal in fp32.
     bits = tl.where(scale == 0, 0x00400000, scale.to(tl.int32) << 23)
-    factor = bits.to(tl.float32, bitcast=True) * 16384.0  # [BLOCK_N, BLOCK_K // 32]
+    factor = bits.to(tl.float32, bitcast=True)  # [BLOCK_N, BLOCK_K // 32]
     return (values * factor[:, :, None]).reshape(BLOCK_N, BLOCK_K).to(DTYPE)
 
 
@@ -127,7 +128,7 @@ def load_block(
             mask &= (n_start + offs_n)[:, None] < N
         if not EVEN_K:
             mask &= (k_start + offs_k)[None, :] < K
-        return tl.load(pointers, mask=mask, other=0)
+        return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
