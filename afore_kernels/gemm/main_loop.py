@@ -125,9 +125,9 @@ def load_block(
     else:
         mask = tl.full((BLOCK_N, BLOCK_K), True, tl.int1)
         if not EVEN_N:
-            mask &= (n_start + offs_n)[:, None] < N
+            mask &= (offs_n + n_start)[:, None] < N
         if not EVEN_K:
-            mask &= (k_start + offs_k)[None, :] < K
+            mask &= (offs_k + k_start)[None, :] < K
         return tl.load(pointers, mask=mask, other=0.0)
 
 
