@@ -91,6 +91,7 @@ def make_gemm_jobs(
         "ALPHA": config.activation.alpha,
         "LIMIT": config.activation.limit,
         "LINEAR_OFFSET": config.activation.linear_offset,
+        "UNIT_COLUMNS": True,
     }
     return GemmJobs(
         gate_up=_make_job(

@@ -71,6 +71,7 @@ def _gate_up_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     LINEAR_OFFSET: tl.constexpr,
+    UNIT_COLUMNS: tl.constexpr,
     MODE: tl.constexpr,
 ):
     """Write act(gate) * up of every pair to its row of `activated`; padding rows are left alone.
@@ -94,7 +95,10 @@ def _gate_up_kernel(
         # The sentinel of a padding row forms no address.
         token = tl.where(mask_m, pair, 0) // TOP_K
         hidden_rows = hidden_ptr + wide_offset(token, stride_hidden_m)[:, None]
-        hidden_rows += (offs_k * stride_hidden_k)[None, :]
+        if UNIT_COLUMNS:
+            hidden_rows += offs_k[None, :]
+        else:
+            hidden_rows += wide_offset(offs_k, stride_hidden_k)[None, :]
 
         gate = zero_accumulator(MODE)
         up = zero_accumulator(MODE)
@@ -172,6 +176,7 @@ def run_gate_up(
         ALPHA=activation.alpha,
         LIMIT=activation.limit,
         LINEAR_OFFSET=activation.linear_offset,
+        UNIT_COLUMNS=hidden.stride(1) == 1,
         MODE=operand.mode,
         **config.options,
     )
