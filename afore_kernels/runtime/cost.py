@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
-import numpy as np
-import numpy.typing as npt
-
 from afore_kernels.config import TierConfig
-
-Int64Array = npt.NDArray[np.int64]
+from afore_kernels.runtime.arrays import Int64Array, planner_compiled
 
 
 class CostModel(NamedTuple):
@@ -48,7 +43,7 @@ class CostModel(NamedTuple):
         )
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@planner_compiled
 def ffn_time_us(tile_load: Int64Array, active_slots: Int64Array, cost: CostModel) -> float:
     """Estimate the FFN time F of an assignment: its slowest worker (section 5.1, before Eq. 8).
 
@@ -60,6 +55,7 @@ def ffn_time_us(tile_load: Int64Array, active_slots: Int64Array, cost: CostModel
     Returns:
         Microseconds.
 
+    >>> import numpy as np
     >>> cost = CostModel(10.0, 3.0, 0.0, 0.0)
     >>> ffn_time_us(np.array([4, 3]), np.array([1, 5]), cost)
     45.0
@@ -71,7 +67,7 @@ def ffn_time_us(tile_load: Int64Array, active_slots: Int64Array, cost: CostModel
     return slowest
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@planner_compiled
 def copy_time_us(copies_in: Int64Array, copies_out: Int64Array, cost: CostModel) -> float:
     """Estimate the raw time M of a copy list on its busiest link (Eq. 6).
 
@@ -86,6 +82,7 @@ def copy_time_us(copies_in: Int64Array, copies_out: Int64Array, cost: CostModel)
     Returns:
         Microseconds.
 
+    >>> import numpy as np
     >>> cost = CostModel(0.0, 0.0, 50.0, 0.0)
     >>> copy_time_us(np.array([1, 2, 0]), np.array([0, 0, 3]), cost)
     150.0
@@ -96,7 +93,7 @@ def copy_time_us(copies_in: Int64Array, copies_out: Int64Array, cost: CostModel)
     return cost.copy_time_us * busiest
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@planner_compiled
 def exposed_time_us(raw_copy_us: float, window_us: float) -> float:
     """Return the part O_t of the raw copy time that the window W_t does not hide (Eq. 7).
 
@@ -106,7 +103,7 @@ def exposed_time_us(raw_copy_us: float, window_us: float) -> float:
     return max(0.0, raw_copy_us - window_us)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@planner_compiled
 def net_gain_us(baseline_us: float, candidate_us: float, exposed_us: float) -> float:
     """Return G_t, the FFN time a candidate saves minus the copy time it exposes (Eq. 8).
 

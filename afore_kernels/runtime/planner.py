@@ -10,20 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from afore_kernels.config import MoEConfig, TierConfig
 from afore_kernels.errors import ShapeError
 from afore_kernels.plan import Int32Array, PrimaryPlacement, UInt8Array
+from afore_kernels.runtime.arrays import Int64Array, planner_compiled
 from afore_kernels.runtime.cost import CostModel
+from afore_kernels.runtime.load_order import sort_by_load
 from afore_kernels.runtime.placement import (
     NONE,
     Candidate,
     LayerState,
-    count_loads,
-    load_candidate,
-    redundant_range,
+    count_active_slots,
+    list_shared,
+    load_placement,
 )
 from afore_kernels.runtime.rebalance import rebalance_beyond, rebalance_within
 
@@ -52,99 +53,187 @@ class Limits(NamedTuple):
         return cls(moe.tile_m, budget, tier.compactness_threshold)
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _apportion(candidate: Candidate, demand: Int32Array, limits: Limits) -> None:
-    """Rescale every expert's tiles to `demand` in the proportions they have now (stage 1).
+@planner_compiled
+def _apportion(
+    demand: Int32Array,
+    tile_m: int,
+    threshold: int,
+    previous_primary: Int32Array,
+    primary_starts: Int32Array,
+    tile_load: Int64Array,
+    tiles: Int64Array,
+    remainders: Int64Array,
+    first_replica: Int32Array,
+    next_replica: Int32Array,
+    first_shared: Int32Array,
+    next_shared: Int32Array,
+    replica_worker: Int32Array,
+) -> None:
+    """Rescale every expert's tiles to `demand` in the proportions they had (stage 1).
 
     Largest remainder: replica i of n_i tiles, K' in all, gets floor(k * n_i / K'), and the tiles
     left over go to the largest remainders k * n_i mod K', ties to the lower worker. An expert
-    without tiles so far, or with no more than theta now, starts on its primary.
+    without tiles so far, or with no more than theta now, starts on its primary. The workers' loads
+    are counted on the way.
+
+    Args:
+        previous_primary: tiles of the primaries before, int32 [num_experts].
+        tiles: in, those of the redundant replicas before; out, those of all replicas.
     """
-    tiles, remainders = candidate.replica_tiles, candidate.remainders
-    next_replica = candidate.next_replica
-    for expert in range(demand.size):
-        expert_tiles = (np.int64(demand[expert]) + limits.tile_m - 1) // limits.tile_m
-        previous = np.int64(0)
-        first = candidate.first_replica[expert]
+    if tile_m & (tile_m - 1) == 0:
+        shift = 0
+        while 1 << shift < tile_m:
+            shift += 1
+        for expert in range(demand.size):
+            tiles[expert] = (np.int64(demand[expert]) + (tile_m - 1)) >> shift
+    else:
+        for expert in range(demand.size):
+            tiles[expert] = (np.int64(demand[expert]) + (tile_m - 1)) // tile_m
+    for worker in range(tile_load.size):
+        # Unsigned: a signed index is compared with 0 each time, as Python's may be negative.
+        start, stop = np.uint64(primary_starts[worker]), np.uint64(primary_starts[worker + 1])
+        load = np.int64(0)
+        for expert in range(start, stop):
+            load += tiles[expert]
+        tile_load[worker] = load
+    for worker in range(tile_load.size):
+        expert = first_shared[worker]
+        while expert != NONE:
+            expert_tiles = tiles[expert]
+            tiles[expert] = previous_primary[expert]
+            _apportion_replicas(
+                expert, expert_tiles, threshold, tiles, remainders, first_replica, next_replica
+            )
+            tile_load[worker] -= expert_tiles
+            replica = first_replica[expert]
+            while replica != NONE:
+                tile_load[replica_worker[replica]] += tiles[replica]
+                replica = next_replica[replica]
+            expert = next_shared[expert]
+
+
+@planner_compiled
+def _apportion_replicas(
+    expert: int,
+    expert_tiles: int,
+    threshold: int,
+    tiles: Int64Array,
+    remainders: Int64Array,
+    first_replica: Int32Array,
+    next_replica: Int32Array,
+) -> None:
+    """Apportion the tiles of one expert with several replicas."""
+    first = first_replica[expert]
+    previous = np.int64(0)
+    replica = first
+    while replica != NONE:
+        previous += tiles[replica]
+        replica = next_replica[replica]
+
+    # All its tiles on the primary before and now: the common case of an idle replica.
+    if previous == 0 or expert_tiles <= threshold or tiles[expert] == previous:
         replica = first
         while replica != NONE:
-            previous += tiles[replica]
+            tiles[replica] = 0
             replica = next_replica[replica]
+        tiles[expert] = expert_tiles
+        return
 
-        if previous == 0 or expert_tiles <= limits.compactness_threshold:
-            replica = first
-            while replica != NONE:
-                tiles[replica] = 0
-                replica = next_replica[replica]
-            tiles[expert] = expert_tiles
-            continue
-
-        leftover = expert_tiles
-        replica = first
+    leftover = expert_tiles
+    replica = first
+    while replica != NONE:
+        share = expert_tiles * tiles[replica]
+        quotient = share // previous
+        tiles[replica] = quotient
+        remainders[replica] = share - quotient * previous
+        leftover -= quotient
+        replica = next_replica[replica]
+    for _ in range(leftover):
+        largest = first
+        replica = next_replica[first]
         while replica != NONE:
-            share = expert_tiles * tiles[replica]
-            tiles[replica] = share // previous
-            remainders[replica] = share % previous
-            leftover -= tiles[replica]
+            if remainders[replica] > remainders[largest]:
+                largest = replica
             replica = next_replica[replica]
-        for _ in range(leftover):
-            largest = first
-            replica = next_replica[first]
-            while replica != NONE:
-                if remainders[replica] > remainders[largest]:
-                    largest = replica
-                replica = next_replica[replica]
-            tiles[largest] += 1
-            remainders[largest] = -1
+        tiles[largest] += 1
+        remainders[largest] = -1
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@planner_compiled
 def _record(
     slot_pairs: Int32Array,
     slot_copy: UInt8Array,
     state: LayerState,
-    candidate: Candidate,
     demand: Int32Array,
     tile_m: int,
     sequence: int,
+    replica_worker: Int32Array,
+    replica_expert: Int32Array,
+    replica_tiles: Int64Array,
+    first_replica: Int32Array,
+    next_replica: Int32Array,
 ) -> int:
     """Write the selected candidate to the plan and to the state; return the number of copies.
 
     A replica fills its tiles and the primary runs the remainder. Where the primary has no tile, the
     partial tile falls to the replica on the highest worker, the last of the list (Eq. 2, 11).
     """
+    slot_expert, slot_tiles, last_use = state.slot_expert, state.slot_tiles, state.slot_last_use
+    primary_tiles = state.primary_tiles
     for expert in range(demand.size):
-        state.primary_tiles[expert] = candidate.replica_tiles[expert]
+        primary_tiles[expert] = replica_tiles[expert]
     num_copies = 0
     replica = np.int64(demand.size)
-    for worker in range(slot_pairs.shape[0]):
-        for slot in range(slot_pairs.shape[1]):
-            expert, tiles = candidate.replica_expert[replica], candidate.replica_tiles[replica]
-            is_new = expert != state.slot_expert[worker, slot]
+    num_workers, redundant_slots = slot_pairs.shape
+    for worker in range(num_workers):
+        for slot in range(redundant_slots):
+            expert, tiles = replica_expert[replica], replica_tiles[replica]
+            is_new = expert != slot_expert[worker, slot]
             num_copies += is_new
             slot_copy[worker, slot] = is_new
-            slot_pairs[worker, slot] = 0
-            state.slot_expert[worker, slot] = expert
-            state.slot_tiles[worker, slot] = tiles
+            slot_expert[worker, slot] = expert
+            slot_tiles[worker, slot] = tiles
+            pairs = np.int64(0)
             if tiles > 0:
-                state.slot_last_use[worker, slot] = sequence
+                last_use[worker, slot] = sequence
+                pairs = tiles * tile_m
+                if replica_tiles[expert] == 0:
+                    pairs -= _unfilled(
+                        replica,
+                        demand[expert],
+                        tile_m,
+                        expert,
+                        replica_tiles,
+                        first_replica,
+                        next_replica,
+                    )
+            slot_pairs[worker, slot] = pairs
             replica += 1
-
-    for expert in range(demand.size):
-        unassigned = np.int64(demand[expert])
-        replica = np.int64(candidate.first_replica[expert])
-        while replica != NONE:
-            if replica >= demand.size:
-                worker = candidate.replica_worker[replica]
-                slot = replica - redundant_range(candidate, worker)[0]
-                pairs = min(candidate.replica_tiles[replica] * tile_m, unassigned)
-                slot_pairs[worker, slot] = pairs
-                unassigned -= pairs
-            replica = np.int64(candidate.next_replica[replica])
     return num_copies
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@planner_compiled
+def _unfilled(
+    replica: int,
+    demand: int,
+    tile_m: int,
+    expert: int,
+    replica_tiles: Int64Array,
+    first_replica: Int32Array,
+    next_replica: Int32Array,
+) -> int:
+    """Return the empty rows of an expert's tiles if `replica` is the last that has any, else 0."""
+    total, last = np.int64(0), np.int64(NONE)
+    other = first_replica[expert]
+    while other != NONE:
+        if replica_tiles[other] > 0:
+            total += replica_tiles[other]
+            last = np.int64(other)
+        other = next_replica[other]
+    return int(total * tile_m - demand) if last == replica else 0
+
+
+@planner_compiled
 def plan_core(
     slot_pairs: Int32Array,
     slot_copy: UInt8Array,
@@ -177,16 +266,75 @@ def plan_core(
     Returns:
         Number of copies.
     """
-    load_candidate(candidate, state)
-    _apportion(candidate, planning_demand, limits)
-    count_loads(candidate)
-    rebalance_within(candidate, limits.compactness_threshold)
-    rebalance_beyond(
-        candidate, state, is_protected, limits.copy_budget, limits.compactness_threshold, cost
+    replica_worker, replica_expert = candidate.replica_worker, candidate.replica_expert
+    replica_tiles, tile_load = candidate.replica_tiles, candidate.tile_load
+    first_replica, next_replica = candidate.first_replica, candidate.next_replica
+    first_shared, next_shared = candidate.first_shared, candidate.next_shared
+    primary_starts, remainders = candidate.primary_starts, candidate.remainders
+    tile_m, threshold = limits.tile_m, limits.compactness_threshold
+    has_replicas = load_placement(
+        state.slot_expert,
+        state.slot_tiles,
+        replica_worker,
+        replica_expert,
+        replica_tiles,
+        first_replica,
+        next_replica,
+        first_shared,
+        next_shared,
     )
-    _apportion(candidate, demand, limits)  # changes nothing when the demand is the one planned for
+    _apportion(
+        planning_demand,
+        tile_m,
+        threshold,
+        state.primary_tiles,
+        primary_starts,
+        tile_load,
+        replica_tiles,
+        remainders,
+        first_replica,
+        next_replica,
+        first_shared,
+        next_shared,
+        replica_worker,
+    )
+    if (tile_load.max() - tile_load.min()) >> 1 > threshold:
+        sort_by_load(candidate.keys, candidate.buckets, tile_load, candidate.worker_bits)
+        if has_replicas:
+            rebalance_within(candidate, demand.size, threshold)
+        if cost.slot_time_us != 0.0:
+            count_active_slots(candidate.active_slots, replica_tiles, replica_worker)
+        rebalance_beyond(candidate, state, is_protected, limits.copy_budget, threshold, cost)
+    if planning_demand.ctypes.data != demand.ctypes.data:
+        state.primary_tiles[:] = replica_tiles[: demand.size]
+        list_shared(replica_worker, first_replica, next_replica, first_shared, next_shared)
+        _apportion(
+            demand,
+            tile_m,
+            threshold,
+            state.primary_tiles,
+            primary_starts,
+            tile_load,
+            replica_tiles,
+            remainders,
+            first_replica,
+            next_replica,
+            first_shared,
+            next_shared,
+            replica_worker,
+        )
     num_copies: int = _record(
-        slot_pairs, slot_copy, state, candidate, demand, limits.tile_m, sequence
+        slot_pairs,
+        slot_copy,
+        state,
+        demand,
+        tile_m,
+        sequence,
+        replica_worker,
+        replica_expert,
+        replica_tiles,
+        first_replica,
+        next_replica,
     )
     return num_copies
 

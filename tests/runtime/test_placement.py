@@ -10,12 +10,11 @@ from afore_kernels.runtime.placement import (
     Candidate,
     LayerState,
     bind_replica,
-    count_loads,
-    find_replica,
+    count_active_slots,
+    is_on_worker,
     layer_state,
-    load_candidate,
-    move_tiles,
-    redundant_range,
+    list_shared,
+    load_placement,
 )
 
 PLACEMENT = PrimaryPlacement(num_experts=4, num_workers=3, redundant_slots=2)  # primaries 0 0 1 2
@@ -48,43 +47,100 @@ def test_one_layer_is_a_view_and_a_copy_is_not() -> None:
     assert not copy.slot_tiles.any()
 
 
+def load(candidate: Candidate, state: LayerState) -> bool:
+    has_replicas: bool = load_placement(
+        state.slot_expert,
+        state.slot_tiles,
+        candidate.replica_worker,
+        candidate.replica_expert,
+        candidate.replica_tiles,
+        candidate.first_replica,
+        candidate.next_replica,
+        candidate.first_shared,
+        candidate.next_shared,
+    )
+    return has_replicas
+
+
+def bind(candidate: Candidate, replica: int, expert: int) -> None:
+    bind_replica(
+        replica,
+        expert,
+        candidate.replica_worker,
+        candidate.replica_expert,
+        candidate.first_replica,
+        candidate.next_replica,
+    )
+
+
+def is_on(candidate: Candidate, expert: int, worker: int) -> bool:
+    found: bool = is_on_worker(
+        expert,
+        worker,
+        candidate.replica_worker,
+        candidate.first_replica,
+        candidate.next_replica,
+    )
+    return found
+
+
+def shared_in_order(candidate: Candidate, worker: int) -> list[int]:
+    shared = []
+    expert = candidate.first_shared[worker]
+    while expert != NONE:
+        shared.append(int(expert))
+        expert = candidate.next_shared[expert]
+    return sorted(shared)
+
+
 def test_replicas_of_an_expert_are_listed_by_worker_through_every_rebinding() -> None:
     candidate = Candidate.allocate(PLACEMENT)
     state = LayerState.initial(PLACEMENT)
     state.slot_expert[0, 1] = 2  # replica 5
-    load_candidate(candidate, state)
-    assert redundant_range(candidate, 2) == (8, 10)
+    load(candidate, state)
     assert replicas_in_order(candidate, 2) == [5, 2]
 
-    bind_replica(candidate, 9, 2)
+    bind(candidate, 9, 2)
     assert replicas_in_order(candidate, 2) == [5, 2, 9]
-    bind_replica(candidate, 5, 3)  # evicts the head of one list, becomes the head of another
+    bind(candidate, 5, 3)  # evicts the head of one list, becomes the head of another
     assert replicas_in_order(candidate, 2) == [2, 9]
     assert replicas_in_order(candidate, 3) == [5, 3]
-    bind_replica(candidate, 9, NONE)
+    bind(candidate, 9, NONE)
     assert replicas_in_order(candidate, 2) == [2]
-    assert find_replica(candidate, 3, 0) == 5
-    assert find_replica(candidate, 3, 1) == NONE
+    assert is_on(candidate, 3, 0)
+    assert not is_on(candidate, 3, 1)
 
-    load_candidate(candidate, state)
+    load(candidate, state)
     assert replicas_in_order(candidate, 2) == [5, 2], "loading forgets the tentative bindings"
     assert replicas_in_order(candidate, 3) == [3]
 
 
-def test_loads_active_slots_and_both_orders_follow_every_move() -> None:
+def test_active_slots_are_those_with_tiles() -> None:
+    candidate = Candidate.allocate(PLACEMENT)
+    candidate.replica_tiles[:] = (5, 0, 3, 3, 0, 2, 1, 0, 0, 0)
+    count_active_slots(candidate.active_slots, candidate.replica_tiles, candidate.replica_worker)
+    np.testing.assert_array_equal(candidate.active_slots, [2, 2, 1])
+
+
+def test_workers_list_their_primaries_that_have_replicas() -> None:
     candidate = Candidate.allocate(PLACEMENT)
     state = LayerState.initial(PLACEMENT)
-    state.slot_expert[1, 0] = 0  # replica 6
-    state.primary_tiles[:] = (5, 1, 3, 3)
-    load_candidate(candidate, state)
-    count_loads(candidate)
-    np.testing.assert_array_equal(candidate.tile_load, [6, 3, 3])
-    np.testing.assert_array_equal(candidate.active_slots, [2, 1, 1])
-    np.testing.assert_array_equal(candidate.heaviest_first, [0, 1, 2])
-    np.testing.assert_array_equal(candidate.lightest_first, [1, 2, 0])
-
-    move_tiles(candidate, 0, 6, 5)
-    np.testing.assert_array_equal(candidate.tile_load, [1, 8, 3])
-    np.testing.assert_array_equal(candidate.active_slots, [1, 2, 1])
-    np.testing.assert_array_equal(candidate.heaviest_first, [1, 2, 0])
-    np.testing.assert_array_equal(candidate.lightest_first, [0, 2, 1])
+    assert not load(candidate, state)
+    assert (candidate.first_shared == NONE).all()
+    state.slot_expert[2] = (0, 1)
+    state.slot_expert[0, 0] = 3
+    state.slot_expert[1, 1] = 0
+    assert load(candidate, state)
+    assert shared_in_order(candidate, 0) == [0, 1]
+    assert shared_in_order(candidate, 1) == []
+    assert shared_in_order(candidate, 2) == [3]
+    candidate.first_shared[:] = 99
+    list_shared(
+        candidate.replica_worker,
+        candidate.first_replica,
+        candidate.next_replica,
+        candidate.first_shared,
+        candidate.next_shared,
+    )
+    assert shared_in_order(candidate, 0) == [0, 1]
+    assert shared_in_order(candidate, 2) == [3]

@@ -17,8 +17,6 @@ from afore_kernels.runtime.placement import (
     Candidate,
     LayerState,
     layer_state,
-    load_candidate,
-    redundant_range,
 )
 from afore_kernels.runtime.planner import Limits, PlannedTarget, plan_core, plan_microbatch
 from afore_kernels.runtime.planner_oracle import plan_microbatch_oracle
@@ -390,13 +388,25 @@ def test_a_slot_reserved_by_an_earlier_move_is_not_safe_even_without_tiles() -> 
     # Asked of the search itself: no demand was found that empties a replica of the same phase.
     candidate = Candidate.allocate(TWO_WORKERS)
     state = Scenario(TWO_WORKERS, (0,) * 8, IDLE_SLOTS).state()
-    load_candidate(candidate, state)
-    is_protected = np.zeros((2, 3), np.uint8)
-    first = find_safe_slot(candidate, state, is_protected, 1)
-    candidate.is_reserved[first] = True
-    second = find_safe_slot(candidate, state, is_protected, 1)
-    start, _ = redundant_range(candidate, 1)
-    assert (first - start, second - start) == (1, 2)
+    num_experts = TWO_WORKERS.num_experts
+    candidate.replica_expert[num_experts:] = state.slot_expert.ravel()
+    candidate.replica_tiles[num_experts:] = state.slot_tiles.ravel()
+
+    def find() -> int:
+        replica: int = find_safe_slot(
+            1,
+            num_experts,
+            np.zeros((2, 3), np.uint8),
+            state.slot_last_use,
+            candidate.is_reserved,
+            candidate.replica_expert,
+            candidate.replica_tiles,
+        )
+        return replica - num_experts - 3
+
+    assert find() == 1
+    candidate.is_reserved[num_experts + 3 + 1] = True
+    assert find() == 2
 
 
 @pytest.mark.parametrize(
