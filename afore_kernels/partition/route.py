@@ -152,7 +152,8 @@ def _route_tokens_kernel(
         counts = tl.sum(is_counted.to(tl.int32), axis=0)  # [COLUMNS]
         tl.atomic_add(totals_ptr + expert, counts, mask=mask_e & (counts > 0), sem="relaxed")
         if arrive_last(arrivals_ptr, tl.num_programs(0) // num_chunks):
-            demand = tl.atomic_xchg(totals_ptr + expert, 0, mask=mask_e, sem="relaxed")
+            # Reads and clears; the AMD backend of Triton 3.6 has no exchange.
+            demand = tl.atomic_and(totals_ptr + expert, 0, mask=mask_e, sem="relaxed")
             tl.store(record_ptr + expert, demand, mask=mask_e)
             tl.store(record_ptr + NUM_EXPERTS, tl.load(record_ptr + NUM_EXPERTS) + 1)
 
