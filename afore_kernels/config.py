@@ -158,6 +158,8 @@ class TierConfig(_JsonRecord):
         redundant_slots: replica slots R per worker and layer, beside its primaries.
         copy_budget: B, most new replicas per target; None means 2 * num_workers.
         compactness_threshold: theta, a move must carry more tiles than this.
+        refine_plans: look for better moves where Algorithm 1 leaves a worker above the mean (beyond
+            the paper; costs microseconds, see docs/paper.md).
         policy: `afore`, or `static` (every pair on its primary, no copies).
         demand_source: plan from the target's demand, or from the previous step's (ablation).
         overlap_copies: submit copies when the plan is read; False puts them on the critical path
@@ -182,6 +184,7 @@ class TierConfig(_JsonRecord):
     redundant_slots: int = 2
     copy_budget: int | None = None
     compactness_threshold: int = 0
+    refine_plans: bool = True
     policy: PolicyName = "afore"
     demand_source: DemandSource = "target"
     overlap_copies: bool = True

@@ -88,7 +88,8 @@ class Candidate(NamedTuple):
     safe_slot: Int32Array  # [num_workers], the replica to rebind next, or -1
     copies_in: Int64Array  # [num_workers], Delta_t per destination
     copies_out: Int64Array  # [num_workers], Delta_t per source
-    moves: Int64Array  # [all redundant slots, 4], stage 3: donor, receiver, tiles, evicted expert
+    moves: Int64Array  # [4 * redundant slots, 4]: donor, receiver, tiles, expert bound before
+    kept_moves: Int64Array  # of the same shape, the best so far
     remainders: Int64Array  # [num_replicas], stage 1
 
     @classmethod
@@ -116,7 +117,8 @@ class Candidate(NamedTuple):
             safe_slot=np.zeros(num_workers, np.int32),
             copies_in=np.zeros(num_workers, np.int64),
             copies_out=np.zeros(num_workers, np.int64),
-            moves=np.zeros((slot_worker.size, 4), np.int64),
+            moves=np.zeros((4 * slot_worker.size, 4), np.int64),
+            kept_moves=np.zeros((4 * slot_worker.size, 4), np.int64),
             remainders=np.zeros(num_replicas, np.int64),
         )
 

@@ -27,6 +27,7 @@ from afore_kernels.runtime.placement import (
     load_placement,
 )
 from afore_kernels.runtime.rebalance import rebalance_beyond, rebalance_within
+from afore_kernels.runtime.refine import refine_beyond
 
 
 class Limits(NamedTuple):
@@ -36,11 +37,14 @@ class Limits(NamedTuple):
         tile_m: pairs per tile (Eq. 4).
         copy_budget: B, most new replicas per target.
         compactness_threshold: theta, a move must carry more tiles than this.
+        is_refined: look for better moves than stage 3's where it leaves a worker above the mean
+            (`refine`); beyond the paper.
     """
 
     tile_m: int
     copy_budget: int
     compactness_threshold: int
+    is_refined: bool = False
 
     @classmethod
     def from_config(cls, moe: MoEConfig, tier: TierConfig) -> Limits:
@@ -50,7 +54,17 @@ class Limits(NamedTuple):
         every pair stays on its primary.
         """
         budget = 0 if tier.policy == "static" else tier.effective_copy_budget
-        return cls(moe.tile_m, budget, tier.compactness_threshold)
+        return cls(moe.tile_m, budget, tier.compactness_threshold, tier.refine_plans)
+
+
+@planner_compiled
+def _is_uneven(tile_load: Int64Array, threshold: int) -> bool:
+    """Return whether any pair of workers differs enough for a move of more than theta tiles."""
+    lightest, heaviest = tile_load[0], tile_load[0]
+    for worker in range(1, tile_load.size):
+        lightest = min(lightest, tile_load[worker])
+        heaviest = max(heaviest, tile_load[worker])
+    return bool((heaviest - lightest) >> 1 > threshold)
 
 
 @planner_compiled
@@ -298,13 +312,29 @@ def plan_core(
         next_shared,
         replica_worker,
     )
-    if (tile_load.max() - tile_load.min()) >> 1 > threshold:
+    if has_replicas and _is_uneven(tile_load, threshold):
         sort_by_load(candidate.keys, candidate.buckets, tile_load, candidate.worker_bits)
-        if has_replicas:
-            rebalance_within(candidate, demand.size, threshold)
+        rebalance_within(candidate, demand.size, threshold)
+    if limits.copy_budget > 0 and _is_uneven(tile_load, threshold):
+        if not has_replicas:
+            sort_by_load(candidate.keys, candidate.buckets, tile_load, candidate.worker_bits)
         if cost.slot_time_us != 0.0:
             count_active_slots(candidate.active_slots, replica_tiles, replica_worker)
-        rebalance_beyond(candidate, state, is_protected, limits.copy_budget, threshold, cost)
+        baseline_us, gain_us, num_moves = rebalance_beyond(
+            candidate, state, is_protected, limits.copy_budget, threshold, cost
+        )
+        if limits.is_refined:
+            refine_beyond(
+                candidate,
+                state,
+                is_protected,
+                limits.copy_budget,
+                threshold,
+                cost,
+                baseline_us,
+                gain_us,
+                num_moves,
+            )
     if planning_demand.ctypes.data != demand.ctypes.data:
         state.primary_tiles[:] = replica_tiles[: demand.size]
         list_shared(replica_worker, first_replica, next_replica, first_shared, next_shared)

@@ -197,11 +197,11 @@ def rebalance_beyond(
     copy_budget: int,
     threshold: int,
     cost: CostModel,
-) -> None:
+) -> tuple[float, float, int]:
     """Explore new replicas and keep the moves up to the best positive net gain (stage 3).
 
     Every candidate extends the one before it, so the selected one is a prefix of the moves and
-    restoring it is undoing the others. The loads and their order are not restored.
+    restoring it is undoing the others. The order of the loads is not restored.
 
     Args:
         candidate: in and out, after stage 2.
@@ -210,12 +210,11 @@ def rebalance_beyond(
         copy_budget: B, most new replicas.
         threshold: theta, a move carries more tiles than this.
         cost: the estimates of the net gain, all float.
+
+    Returns:
+        F before this stage, the net gain, both in microseconds, and the number of moves kept.
     """
     worker_bits, keys, tile_load = candidate.worker_bits, candidate.keys, candidate.tile_load
-    last = keys.size - 1
-    spread = (keys[last] >> worker_bits) - (keys[0] >> worker_bits)
-    if copy_budget == 0 or spread >> 1 <= threshold:
-        return
     replica_worker, replica_expert = candidate.replica_worker, candidate.replica_expert
     replica_tiles, is_reserved = candidate.replica_tiles, candidate.is_reserved
     first_replica, next_replica = candidate.first_replica, candidate.next_replica
@@ -302,7 +301,11 @@ def rebalance_beyond(
         donor, receiver, tiles, evicted = moves[i, 0], moves[i, 1], moves[i, 2], moves[i, 3]
         replica_tiles[receiver] = 0
         replica_tiles[donor] += tiles
+        tile_load[replica_worker[donor]] += tiles
+        tile_load[replica_worker[receiver]] -= tiles
+        is_reserved[receiver] = False
         bind_replica(receiver, evicted, replica_worker, replica_expert, first_replica, next_replica)
+    return baseline_us, best_gain_us, num_selected
 
 
 @planner_compiled

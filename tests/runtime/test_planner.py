@@ -514,7 +514,7 @@ def test_previous_step_demand_chooses_the_placement_and_the_target_is_apportione
 def test_the_static_policy_is_a_copy_budget_of_0() -> None:
     moe = MoEConfig(num_layers=1, num_experts=4, top_k=1, hidden_size=8, intermediate_size=8)
     tier = TierConfig(num_workers=2, compactness_threshold=3)
-    assert Limits.from_config(moe, tier) == Limits(moe.tile_m, 4, 3)
+    assert Limits.from_config(moe, tier) == Limits(moe.tile_m, 4, 3, is_refined=True)
     limits = Limits.from_config(moe, replace(tier, policy="static"))
     placement = PrimaryPlacement(4, 2, 2)
     state = LayerState.initial(placement)

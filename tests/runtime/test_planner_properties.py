@@ -46,6 +46,7 @@ def problems(draw: st.DrawFn) -> Problem:
         tile_m=2 ** draw(st.integers(0, 6)),
         copy_budget=draw(st.integers(0, 8)),
         compactness_threshold=draw(st.integers(0, 3)),
+        is_refined=draw(st.booleans()),
     )
     times = st.sampled_from([0.0, 3.5, 50.0])
     cost = CostModel(draw(st.sampled_from([1.0, 7.3])), draw(times), draw(times), draw(times))
@@ -82,6 +83,16 @@ def loads(problem: Problem, planned: PlannedTarget) -> tuple[np.ndarray, np.ndar
     return tile_load, active
 
 
+def exposed_us(problem: Problem, planned: PlannedTarget) -> float:
+    """O_t of the planned copies."""
+    workers = np.arange(problem.placement.num_workers)
+    into = planned.slot_copy.sum(axis=1).astype(np.int64)
+    sources = problem.placement.primary_worker[planned.slot_expert[planned.slot_copy == 1]]
+    out_of = (sources[:, None] == workers).sum(axis=0)
+    raw_us = copy_time_us(into, out_of, problem.cost)
+    return float(exposed_time_us(raw_us, problem.cost.window_us))
+
+
 @given(problems())
 @planner_property
 def test_plan_is_valid_and_agrees_with_the_oracle(problem: Problem) -> None:
@@ -96,8 +107,10 @@ def test_plan_is_valid_and_agrees_with_the_oracle(problem: Problem) -> None:
         planned.slot_pairs,
         planned.slot_copy,
     ).validate(problem.placement)  # no replica beside its primary, one slot per (expert, worker)
+    unrefined = problem._replace(limits=problem.limits._replace(is_refined=False))
+    planned = unrefined.plan()
     oracle = plan_microbatch_oracle(
-        *problem[:5],
+        *unrefined[:5],
         sequence=1000,
         is_protected=problem.is_protected,
         planning_demand=problem.demand,
@@ -138,24 +151,45 @@ def test_copies_respect_the_budget_and_the_slots_in_use(problem: Problem) -> Non
 @planner_property
 def test_a_copy_never_makes_the_target_slower(problem: Problem) -> None:
     planned, baseline = problem.plan(), problem.plan(limits=problem.limits._replace(copy_budget=0))
-    workers = np.arange(problem.placement.num_workers)
-    into = planned.slot_copy.sum(axis=1).astype(np.int64)
-    sources = problem.placement.primary_worker[planned.slot_expert[planned.slot_copy == 1]]
-    out_of = (sources[:, None] == workers).sum(axis=0)
-    exposed = exposed_time_us(copy_time_us(into, out_of, problem.cost), problem.cost.window_us)
     gain = net_gain_us(
         ffn_time_us(*loads(problem, baseline), problem.cost),
         ffn_time_us(*loads(problem, planned), problem.cost),
-        exposed,
+        exposed_us(problem, planned),
     )
     if planned.slot_copy.any():
         assert gain > 0
         if problem.cost.slot_time_us == 0:
             assert loads(problem, planned)[0].max() < loads(problem, baseline)[0].max()
+    elif gain > 0:
+        assert problem.limits.is_refined, "tiles moved without a copy after stage 2"
+        np.testing.assert_array_equal(planned.slot_expert, problem.state.slot_expert)
     else:  # nothing pays: the placement and stage 2's assignment are retained
         np.testing.assert_array_equal(planned.slot_expert, problem.state.slot_expert)
         for ours, theirs in zip(planned.state, baseline.state):
             np.testing.assert_array_equal(ours, theirs)
+
+
+@given(problems())
+@planner_property
+def test_refinement_never_loses_to_algorithm_1(problem: Problem) -> None:
+    def gain_us(is_refined: bool) -> float:
+        planned = problem.plan(limits=problem.limits._replace(is_refined=is_refined))
+        return -ffn_time_us(*loads(problem, planned), problem.cost) - exposed_us(problem, planned)
+
+    assert gain_us(True) >= gain_us(False) - 1e-6 * abs(gain_us(False))
+
+
+@given(problems())
+@planner_property
+def test_replicas_carry_more_than_the_threshold_after_refinement(problem: Problem) -> None:
+    """Small shares are left by stage 1's rescaling alone: refinement gathers them first."""
+    refined = problem._replace(limits=problem.limits._replace(is_refined=True))
+    planned = refined.plan()
+    unrefined = problem.plan(limits=problem.limits._replace(is_refined=False))
+    if np.array_equal(planned.slot_pairs, unrefined.slot_pairs):
+        return
+    tiles = planned.state.slot_tiles
+    assert (tiles[tiles > 0] > problem.limits.compactness_threshold).all()
 
 
 @given(problems())
