@@ -27,6 +27,9 @@ COMMANDS = {
     "replay": Command(
         "afore_kernels.replay", "replay", "run recorded routing through a tier and check it"
     ),
+    "calibrate": Command(
+        "afore_kernels.calibrate", "", "measure the scheduler's cost estimates on this machine"
+    ),
     "tune": Command(
         "afore_kernels.tune", "", "measure kernel block sizes on this GPU and write a tile table"
     ),
