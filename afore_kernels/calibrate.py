@@ -1,8 +1,8 @@
 """`afore calibrate`: measure the scheduler's cost estimates for one layer shape on this machine.
 
 The scheduler compares FFN time with copy time (Eq. 6-8), so its estimates must come from the
-machine it plans for. This measures the executor that CPU workers run; on a GPU `afore tune` fits tile and
-slot time for the kernels, per tile size.
+machine it plans for. This measures the executor that CPU workers run; on a GPU `afore tune` fits
+tile and slot time for the kernels, per tile size.
 """
 
 from __future__ import annotations

@@ -171,6 +171,8 @@ class TierConfig(_JsonRecord):
         slot_time_us: time per active slot; 0 gives the paper's Eq. 8.
         copy_time_us: time of one expert copy.
         window_us: lookahead window W_t that hides copies (Eq. 7).
+        measure_window: plan with the median of the lookaheads measured so far, and with `window_us`
+            only until there are any.
         demand_timeout_s: longest wait for a rank's demand once another rank has posted the target.
         reply_timeout_s: longest wait for an input, a collective, a copy or a reply.
         startup_timeout_s: longest wait for a process to become ready.
@@ -194,6 +196,7 @@ class TierConfig(_JsonRecord):
     slot_time_us: float = 0.0
     copy_time_us: float = 50.0
     window_us: float = 2000.0
+    measure_window: bool = False
     demand_timeout_s: float = 10.0
     reply_timeout_s: float = 30.0
     startup_timeout_s: float = 120.0
@@ -210,7 +213,8 @@ class TierConfig(_JsonRecord):
         _require_int("compactness_threshold", self.compactness_threshold, 0)
         _require_choice("policy", self.policy, get_args(PolicyName))
         _require_choice("demand_source", self.demand_source, get_args(DemandSource))
-        _require(isinstance(self.overlap_copies, bool), "overlap_copies must be true or false")
+        for name in ("refine_plans", "overlap_copies", "measure_window"):
+            _require(isinstance(getattr(self, name), bool), f"{name} must be true or false")
         _require_int("targets_in_flight", self.targets_in_flight, 1, 1024)
         _require_int("plan_ring_depth", self.plan_ring_depth, 1, 2**20)
         for name in ("tile_time_us", "slot_time_us", "copy_time_us", "window_us"):

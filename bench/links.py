@@ -166,7 +166,7 @@ class MessageLink:
             Buffers.allocate(memory),
             Limits.from_config(self._moe, self._tier),
             CostModel.from_config(self._tier),
-            Bounds(self._moe.top_k, self._tier.max_tokens_per_rank, 0, 0, False),
+            Bounds(self._moe.top_k, self._tier.max_tokens_per_rank, 0, 0, False, False),
         )
         plan_posted.compile((*(typeof(argument) for argument in arguments), int64))
 

@@ -140,7 +140,7 @@ def primary_placement(moe: MoEConfig, tier: TierConfig) -> PrimaryPlacement:
 
 
 def _all_fields(moe: MoEConfig, tier: TierConfig) -> dict[str, Field]:
-    from afore_kernels.runtime import mailbox, plan_ring, timeline
+    from afore_kernels.runtime import mailbox, plan_ring, timeline, window
     from afore_kernels.runtime.transports import local
 
     return {
@@ -152,4 +152,5 @@ def _all_fields(moe: MoEConfig, tier: TierConfig) -> dict[str, Field]:
         **plan_ring.fields(moe, tier),
         **local.fields(moe, tier),
         **timeline.fields(tier),
+        **window.fields(tier),
     }

@@ -37,6 +37,7 @@ from afore_kernels.runtime.shared import (
     sleep_on_bell,
 )
 from afore_kernels.runtime.timeline import Stage, record_event
+from afore_kernels.runtime.window import WindowEstimate, observe_lookahead, window_us
 
 _NONE = int(Rejection.NONE)
 _DEMAND_TIMEOUT = int(Rejection.DEMAND_TIMEOUT)
@@ -55,6 +56,7 @@ class Bounds(NamedTuple):
         demand_timeout_ns: from a target's first demand to its last.
         ring_timeout_ns: for the workers to copy an old plan.
         uses_previous_step: plan from the previous step's demand (ablation).
+        measures_window: plan with the measured lookahead window.
     """
 
     top_k: int
@@ -62,6 +64,7 @@ class Bounds(NamedTuple):
     demand_timeout_ns: int
     ring_timeout_ns: int
     uses_previous_step: bool
+    measures_window: bool
 
 
 class Buffers(NamedTuple):
@@ -210,7 +213,18 @@ def plan_target(states, candidate, buffers, limits, cost, bounds, sequence):  # 
 
 @compiled
 def run_scheduler(  # type: ignore[no-untyped-def]
-    mailbox, ring, recorded, events, states, candidate, buffers, limits, cost, bounds
+    mailbox,
+    ring,
+    recorded,
+    events,
+    states,
+    candidate,
+    buffers,
+    limits,
+    cost,
+    bounds,
+    window,
+    lookahead_ns,
 ):
     """Serve targets in sequence until the tier stops.
 
@@ -240,7 +254,17 @@ def run_scheduler(  # type: ignore[no-untyped-def]
         num_copies = 0
         slot_expert = buffers.empty_slots
         if rejection == _NONE:
-            num_copies = plan_target(states, candidate, buffers, limits, cost, bounds, sequence)
+            if bounds.measures_window:
+                observe_lookahead(window, lookahead_ns)
+            target_cost = CostModel(
+                cost.tile_time_us,
+                cost.slot_time_us,
+                cost.copy_time_us,
+                window_us(window, cost.window_us),
+            )
+            num_copies = plan_target(
+                states, candidate, buffers, limits, target_cost, bounds, sequence
+            )
             slot_expert = layer_state(states, buffers.target[1]).slot_expert
         else:
             buffers.demand[:] = 0
@@ -295,7 +319,10 @@ def main(context: ChildContext, report_ready: Callable[[], None]) -> None:
             demand_timeout_ns=int(tier.demand_timeout_s * 1e9),
             ring_timeout_ns=int(tier.reply_timeout_s * 1e9),
             uses_previous_step=tier.demand_source == "previous_step",
+            measures_window=tier.measure_window,
         ),
+        WindowEstimate.allocate(),
+        memory.arrays["lookahead_ns"],
     )
     run_scheduler.compile(tuple(typeof(argument) for argument in arguments))
     report_ready()

@@ -35,6 +35,7 @@ class PreparedPlan(NamedTuple):
     plan: Plan
     intervals: SlotIntervals
     schedule: TileSchedule
+    submitted_ns: int
 
 
 class FfnWorker:
@@ -88,7 +89,7 @@ class FfnWorker:
             return
         gathered = self._gather(plan)
         self._read_next_plan_if_published()
-        self._make_replicas_ready(plan)
+        self._make_replicas_ready(prepared)
         tiles, outcome = self._partition(prepared, gathered)
         if outcome != OK:
             self._reply(plan, outcome)
@@ -104,11 +105,12 @@ class FfnWorker:
             if self._latest_plan is not None:
                 plan.validate_after(self._latest_plan)
             self._latest_plan = plan
+            submitted_ns = time.monotonic_ns()
             if self._overlap_copies:
                 event.value = self._migrator.submit(plan)
             intervals = pair_intervals(plan, self._memory.placement, self._worker)
             schedule = intervals.tile_schedule(plan.tile_m)
-            self._pending = PreparedPlan(plan, intervals, schedule)
+            self._pending = PreparedPlan(plan, intervals, schedule, submitted_ns)
 
     def _read_next_plan_if_published(self) -> None:
         if self._pending is None and self._plans.is_published():
@@ -132,8 +134,11 @@ class FfnWorker:
         with self._timed(Stage.GATHER, plan, plan.num_tokens):
             return block.unpack(self._collectives.all_gather(block.bytes))
 
-    def _make_replicas_ready(self, plan: Plan) -> None:
+    def _make_replicas_ready(self, prepared: PreparedPlan) -> None:
         """C: the model stream waits for the copies of the slots this target uses."""
+        plan = prepared.plan
+        lookahead_ns = time.monotonic_ns() - prepared.submitted_ns
+        self._memory.arrays["lookahead_ns"][self._worker] = max(1, lookahead_ns)
         num_copies = int(plan.slot_copy[self._worker].sum())
         with self._timed(Stage.COPY_WAIT, plan, num_copies):
             if not self._overlap_copies:

@@ -57,7 +57,8 @@ def start(make_memory, background) -> Callable[..., Ranks]:
     """Start a scheduler on a new tier memory; `ranks.thread` is its call."""
 
     def create(*, first_sequence: int = 0, moe=None, **tier) -> Ranks:
-        memory = make_memory(SHAPES | (moe or {}), **tier)
+        # The oracle is Algorithm 1 alone.
+        memory = make_memory(SHAPES | (moe or {}), **({"refine_plans": False} | tier))
         for field, rank in [("next_sequence", 0), *(("demand_posted", r) for r in range(2))]:
             if rank < memory.tier.num_ranks:
                 advance(memory.arrays[field], rank, first_sequence, memory.bell(DEMAND_BELL))

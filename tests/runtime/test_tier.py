@@ -153,6 +153,24 @@ def test_output_is_bit_equal_under_every_tier(num_workers: int, options: dict[st
     assert moved == replicas_expected
 
 
+@pytest.mark.parametrize("measure_window", [False, True])
+def test_measured_window_ends_copies_that_it_does_not_hide(measure_window: bool) -> None:
+    """A copy is said to take an hour and the window to hide two; the measured one does not."""
+    hour_us = 3.6e9
+    config = tier_config(
+        2, copy_time_us=hour_us, window_us=2 * hour_us, measure_window=measure_window
+    )
+    with Tier.start(MOE, config, WEIGHTS) as tier:
+        client = tier.client(0)
+        for step in range(8):
+            for layer in range(MOE.num_layers):
+                run_target([client], Target(step, layer, 0), [40])
+        copies = tier.timeline().per_target["num_copies"]
+    assert copies[0] > 0
+    # One target is on its way through the workers while the next one is planned.
+    assert (copies[2:].sum() == 0) == measure_window
+
+
 def test_many_targets_in_flight_from_several_processes_and_threads() -> None:
     """Two ranks, one of them another process, three microbatches in flight each."""
     config = tier_config(2, num_ranks=2, targets_in_flight=3)
