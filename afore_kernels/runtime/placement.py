@@ -102,10 +102,12 @@ class Candidate(NamedTuple):
             worker_bits=num_workers.bit_length(),
             primary_starts=placement.primary_starts,
             replica_worker=np.concatenate([placement.primary_worker, slot_worker]),
-            replica_expert=np.arange(num_replicas, dtype=np.int32),
+            replica_expert=np.concatenate(
+                [np.arange(num_experts, dtype=np.int32), np.full(slot_worker.size, NONE, np.int32)]
+            ),
             replica_tiles=np.zeros(num_replicas, np.int64),
-            first_replica=np.zeros(num_experts, np.int32),
-            next_replica=np.zeros(num_replicas, np.int32),
+            first_replica=np.arange(num_experts, dtype=np.int32),
+            next_replica=np.full(num_replicas, NONE, np.int32),
             first_shared=np.zeros(num_workers, np.int32),
             next_shared=np.zeros(num_experts, np.int32),
             tile_load=np.zeros(num_workers, np.int64),
@@ -141,10 +143,14 @@ def load_placement(
         Whether any expert has a replica beside its primary.
     """
     num_workers, redundant_slots = slot_expert.shape
-    for expert in range(first_replica.size):
-        first_replica[expert] = expert
-        next_replica[expert] = NONE
-    first_shared[:] = NONE
+    # Only experts with replicas have lists longer than their primary.
+    for replica in range(first_replica.size, replica_expert.size):
+        expert = replica_expert[replica]
+        if expert != NONE:
+            first_replica[expert] = expert
+            next_replica[expert] = NONE
+    for worker in range(num_workers):
+        first_shared[worker] = NONE
     has_replicas = False
     # From the last worker to the first, so that most replicas go to the head of their list.
     replica = replica_expert.size

@@ -42,7 +42,8 @@ def rebalance_within(candidate: Candidate, num_experts: int, threshold: int) -> 
     first_shared, next_shared = candidate.first_shared, candidate.next_shared
     worker_mask = (1 << worker_bits) - 1
     redundant_slots = (replica_expert.size - num_experts) // tile_load.size
-    is_settled[:] = False
+    for worker in range(keys.size):
+        is_settled[worker] = False
 
     stop = keys.size
     while stop > 0:
@@ -226,11 +227,12 @@ def rebalance_beyond(
     num_workers, redundant_slots = is_protected.shape
     num_experts = replica_expert.size - num_workers * redundant_slots
 
-    is_reserved[num_experts:] = False
-    copies_in[:] = 0
-    copies_out[:] = 0
-    is_settled[:] = False
+    for replica in range(num_experts, is_reserved.size):
+        is_reserved[replica] = False
     for worker in range(num_workers):
+        copies_in[worker] = 0
+        copies_out[worker] = 0
+        is_settled[worker] = False
         safe_slot[worker] = find_safe_slot(
             worker, num_experts, is_protected, last_use, is_reserved, replica_expert, replica_tiles
         )
