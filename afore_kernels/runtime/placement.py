@@ -91,6 +91,8 @@ class Candidate(NamedTuple):
     moves: Int64Array  # [4 * redundant slots, 4]: donor, receiver, tiles, expert bound before
     kept_moves: Int64Array  # of the same shape, the best so far
     remainders: Int64Array  # [num_replicas], stage 1
+    hops: Int64Array  # [num_workers, 3]: donor, receiver, copies; how refinement reached a worker
+    reached: Int64Array  # [num_workers], in the order it reached them
 
     @classmethod
     def allocate(cls, placement: PrimaryPlacement) -> Candidate:
@@ -122,6 +124,8 @@ class Candidate(NamedTuple):
             moves=np.zeros((4 * slot_worker.size, 4), np.int64),
             kept_moves=np.zeros((4 * slot_worker.size, 4), np.int64),
             remainders=np.zeros(num_replicas, np.int64),
+            hops=np.zeros((num_workers, 3), np.int64),
+            reached=np.zeros(num_workers, np.int64),
         )
 
 

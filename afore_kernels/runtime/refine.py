@@ -3,8 +3,7 @@
 The greedy search halves the difference of the heaviest and the lightest worker with every copy, so
 where the copy budget or the slots bind it spends copies on pieces that are larger or smaller than
 needed. Here a ceiling is given, every worker above it hands over just its excess in as few pieces
-as possible, and binary search finds the lowest ceiling that the budget reaches. Moves to replicas
-that exist already cost nothing and come first.
+as possible, and binary search finds the lowest ceiling that the budget and the slots reach.
 """
 
 from __future__ import annotations
@@ -20,15 +19,22 @@ from afore_kernels.runtime.cost import (
     ffn_time_us,
     net_gain_us,
 )
-from afore_kernels.runtime.placement import (
-    NONE,
-    Candidate,
-    LayerState,
-    bind_replica,
-    count_active_slots,
-    is_on_worker,
+from afore_kernels.runtime.placement import NONE, Candidate, LayerState, count_active_slots
+from afore_kernels.runtime.refine_moves import (
+    apply_move,
+    find_copy,
+    find_free_move,
+    find_slot,
+    gather_at_primaries,
+    replica_on,
+    undo_moves,
 )
-from afore_kernels.runtime.rebalance import find_safe_slot
+from afore_kernels.runtime.refine_paths import find_path, move_along_path
+
+# How to reach a ceiling, tried in this order. Replicas that exist cost nothing, so they come first;
+# if that fails, the largest pieces do. Where even those are smaller than the room of the lightest
+# workers, slots are scarce: they go to the largest experts of all, whoever has them.
+FREE_FIRST, LARGEST_FIRST, FILL_FIRST = 0, 1, 2
 
 
 @planner_compiled
@@ -63,18 +69,21 @@ def refine_beyond(
         return
     num_kept = num_moves
     kept[:num_kept] = moves[:num_kept]
-    _undo_moves(candidate, num_moves)
     while low <= high:
         ceiling = (low + high) >> 1
-        # With the replicas that exist first; if that fails, the largest pieces first.
-        num_moves, is_below = _move_below(
-            ceiling, True, candidate, state.slot_last_use, is_protected, copy_budget, threshold
-        )
-        if not is_below:
-            _undo_moves(candidate, num_moves)
-            num_moves, is_below = _move_below(
-                ceiling, False, candidate, state.slot_last_use, is_protected, copy_budget, threshold
-            )
+        is_below = False
+        for strategy in range(FILL_FIRST + 1):
+            if not is_below:
+                undo_moves(candidate, num_moves)
+                num_moves, is_below = _move_below(
+                    ceiling,
+                    strategy,
+                    candidate,
+                    state.slot_last_use,
+                    is_protected,
+                    copy_budget,
+                    threshold,
+                )
         if is_below:
             reached_us = _net_gain_us(candidate, num_moves, cost, baseline_us)
             if reached_us > gain_us:
@@ -83,15 +92,15 @@ def refine_beyond(
             high = ceiling - 1
         else:
             low = ceiling + 1
-        _undo_moves(candidate, num_moves)
+    undo_moves(candidate, num_moves)
     for i in range(num_kept):
-        _apply_move(candidate, kept[i, 0], kept[i, 1], kept[i, 2], i)
+        apply_move(candidate, kept[i, 0], kept[i, 1], kept[i, 2], i)
 
 
 @planner_compiled
 def _move_below(
     ceiling: int,
-    prefers_free: bool,
+    strategy: int,
     candidate: Candidate,
     last_use: Int64Array,
     is_protected: UInt8Array,
@@ -106,7 +115,11 @@ def _move_below(
         The number of moves made, and whether no worker is above the ceiling.
     """
     tile_load, moves = candidate.tile_load, candidate.moves
-    num_copies, num_moves = 0, _gather_at_primaries(candidate)
+    num_copies, num_moves = 0, gather_at_primaries(candidate)
+    if strategy == FILL_FIRST:
+        num_copies, num_moves = _fill_lightest(
+            ceiling, candidate, last_use, is_protected, copy_budget, threshold, num_moves
+        )
     while True:
         h = np.argmax(tile_load)
         excess = tile_load[h] - ceiling
@@ -115,170 +128,83 @@ def _move_below(
         if num_moves == moves.shape[0]:
             return num_moves, False
         most = max(excess, np.int64(threshold + 1))
-        donor, receiver, tiles = _find_free_move(h, ceiling, most, threshold, candidate)
-        is_enough = tiles > 0 if prefers_free else tiles == most
+        donor, receiver, tiles = find_free_move(h, ceiling, most, threshold, candidate)
+        is_enough = tiles > 0 if strategy == FREE_FIRST else tiles == most
         if not is_enough and num_copies < copy_budget:
-            copy_donor, slot, copy_tiles = _find_copy(
+            copy_donor, slot, copy_tiles = find_copy(
                 h, ceiling, most, threshold, candidate, last_use, is_protected
             )
             if copy_tiles > tiles:
                 donor, receiver, tiles = copy_donor, slot, copy_tiles
                 num_copies += 1
-        if tiles == 0:
-            return num_moves, False
-        _apply_move(candidate, donor, receiver, tiles, num_moves)
-        num_moves += 1
-
-
-@planner_compiled
-def _gather_at_primaries(candidate: Candidate) -> int:
-    """Move the tiles of all replicas to their primaries; return the number of moves.
-
-    Then a slot is taken only where the ceiling needs it, and the others can be rebound.
-    """
-    num_moves = 0
-    for replica in range(candidate.first_replica.size, candidate.replica_expert.size):
-        tiles = candidate.replica_tiles[replica]
         if tiles > 0:
-            expert = candidate.replica_expert[replica]
-            _apply_move(candidate, replica, int(expert), int(tiles), num_moves)
+            apply_move(candidate, donor, receiver, tiles, num_moves)
             num_moves += 1
-    return num_moves
+            continue
+        c = find_path(
+            h, ceiling, threshold, copy_budget - num_copies, candidate, last_use, is_protected
+        )
+        if c == NONE or num_moves + tile_load.size > moves.shape[0]:
+            return num_moves, False
+        num_copies += candidate.hops[c, 2]
+        num_moves = move_along_path(h, c, ceiling, most, candidate, num_moves)
 
 
 @planner_compiled
-def _replica_on(candidate: Candidate, worker: int, index: int) -> int:
-    """Return the index-th replica on a worker: its primaries, then its slots; -1 after the last."""
-    start, stop = candidate.primary_starts[worker], candidate.primary_starts[worker + 1]
-    if index < stop - start:
-        return int(start) + index
-    num_experts = candidate.first_replica.size
-    redundant_slots = (candidate.replica_expert.size - num_experts) // candidate.tile_load.size
-    slot = index - (stop - start)
-    return num_experts + worker * redundant_slots + slot if slot < redundant_slots else NONE
-
-
-@planner_compiled
-def _find_free_move(
-    h: int, ceiling: int, most: int, threshold: int, candidate: Candidate
-) -> tuple[int, int, int]:
-    """Find the largest move from h to replicas that exist: donor, receiver, tiles (0 = none)."""
-    best_donor, best_receiver, best_tiles = NONE, NONE, threshold
-    index = 0
-    donor = _replica_on(candidate, h, index)
-    while donor != NONE:
-        expert = candidate.replica_expert[donor]
-        available = min(candidate.replica_tiles[donor], most)
-        receiver = NONE if available <= threshold else candidate.first_replica[expert]
-        while receiver != NONE:
-            c = candidate.replica_worker[receiver]
-            tiles = min(available, ceiling - candidate.tile_load[c])
-            if c != h and tiles > best_tiles:
-                best_donor, best_receiver, best_tiles = donor, int(receiver), int(tiles)
-            receiver = candidate.next_replica[receiver]
-        index += 1
-        donor = _replica_on(candidate, h, index)
-    return best_donor, best_receiver, best_tiles if best_donor != NONE else 0
-
-
-@planner_compiled
-def _find_copy(
-    h: int,
+def _fill_lightest(
     ceiling: int,
-    most: int,
-    threshold: int,
     candidate: Candidate,
     last_use: Int64Array,
     is_protected: UInt8Array,
-) -> tuple[int, int, int]:
-    """Find the largest move from h to a new replica: donor, slot to bind, tiles (0 = none).
+    copy_budget: int,
+    threshold: int,
+    num_moves: int,
+) -> tuple[int, int]:
+    """Fill the lightest workers with the largest experts of the others while those are scarce.
 
-    Of several as large the receiver with the least room: the others keep theirs for larger pieces.
+    Returns:
+        The number of copies, and of moves so far.
     """
-    best_donor, best_receiver, best_tiles = NONE, NONE, threshold
-    best_room = np.int64(0)
-    index = 0
-    donor = _replica_on(candidate, h, index)
-    while donor != NONE:
-        expert = candidate.replica_expert[donor]
-        available = min(candidate.replica_tiles[donor], most)
-        for c in range(candidate.tile_load.size if available >= max(best_tiles, 1) else 0):
-            room = ceiling - candidate.tile_load[c]
-            tiles = min(available, room)
-            if tiles <= threshold or tiles < best_tiles:
-                continue
-            if tiles == best_tiles and best_donor != NONE and room >= best_room:
-                continue
-            if is_on_worker(
-                expert,
-                c,
-                candidate.replica_worker,
-                candidate.first_replica,
-                candidate.next_replica,
-            ):
-                continue
-            slot = find_safe_slot(
-                c,
-                candidate.first_replica.size,
-                is_protected,
-                last_use,
-                candidate.is_reserved,
-                candidate.replica_expert,
-                candidate.replica_tiles,
-            )
-            if slot != NONE:
-                best_donor, best_receiver, best_tiles = donor, slot, int(tiles)
-                best_room = room
-        index += 1
-        donor = _replica_on(candidate, h, index)
-    return best_donor, best_receiver, best_tiles if best_donor != NONE else 0
+    tile_load, is_filled = candidate.tile_load, candidate.is_settled
+    num_copies = 0
+    is_filled[:] = False
+    while True:
+        c = NONE
+        for worker in range(tile_load.size):
+            if not is_filled[worker] and (c == NONE or tile_load[worker] < tile_load[c]):
+                c = worker
+        if c == NONE or candidate.replica_tiles.max() >= ceiling - tile_load[c]:
+            return num_copies, num_moves
+        is_filled[c] = True
+        while ceiling - tile_load[c] > threshold and num_moves < candidate.moves.shape[0]:
+            slot = NONE
+            if num_copies < copy_budget:
+                slot = find_slot(c, candidate, last_use, is_protected)
+            donor, receiver, tiles = _largest_elsewhere(c, slot, threshold, candidate)
+            if donor == NONE:
+                break
+            num_copies += receiver == slot
+            tiles = min(tiles, ceiling - tile_load[c])
+            apply_move(candidate, donor, receiver, tiles, num_moves)
+            num_moves += 1
 
 
 @planner_compiled
-def _apply_move(candidate: Candidate, donor: int, receiver: int, tiles: int, index: int) -> None:
-    """Make a move, bind the receiver if it holds another expert, and note it at `index`."""
-    moves, replica_tiles = candidate.moves, candidate.replica_tiles
-    expert, bound = candidate.replica_expert[donor], candidate.replica_expert[receiver]
-    moves[index, 0], moves[index, 1], moves[index, 2], moves[index, 3] = (
-        donor,
-        receiver,
-        tiles,
-        bound,
-    )
-    if bound != expert:
-        _bind(candidate, receiver, expert)
-        candidate.is_reserved[receiver] = True
-    replica_tiles[donor] -= tiles
-    replica_tiles[receiver] += tiles
-    candidate.tile_load[candidate.replica_worker[donor]] -= tiles
-    candidate.tile_load[candidate.replica_worker[receiver]] += tiles
-
-
-@planner_compiled
-def _undo_moves(candidate: Candidate, num_moves: int) -> None:
-    """Undo the first `num_moves` of `moves`, the last one first."""
-    for i in range(num_moves - 1, -1, -1):
-        donor, receiver = candidate.moves[i, 0], candidate.moves[i, 1]
-        tiles, bound = candidate.moves[i, 2], candidate.moves[i, 3]
-        candidate.replica_tiles[receiver] -= tiles
-        candidate.replica_tiles[donor] += tiles
-        candidate.tile_load[candidate.replica_worker[donor]] += tiles
-        candidate.tile_load[candidate.replica_worker[receiver]] -= tiles
-        if bound != candidate.replica_expert[receiver]:
-            _bind(candidate, receiver, bound)
-            candidate.is_reserved[receiver] = False
-
-
-@planner_compiled
-def _bind(candidate: Candidate, replica: int, expert: int) -> None:
-    bind_replica(
-        replica,
-        expert,
-        candidate.replica_worker,
-        candidate.replica_expert,
-        candidate.first_replica,
-        candidate.next_replica,
-    )
+def _largest_elsewhere(
+    c: int, slot: int, threshold: int, candidate: Candidate
+) -> tuple[int, int, int]:
+    """Find the most tiles of an expert on a worker not yet filled: donor, receiver on c, tiles."""
+    best_donor, best_receiver, best_tiles = NONE, NONE, np.int64(threshold)
+    for donor in range(candidate.replica_tiles.size):
+        tiles = candidate.replica_tiles[donor]
+        if tiles <= best_tiles or candidate.is_settled[candidate.replica_worker[donor]]:
+            continue
+        receiver = replica_on(c, candidate.replica_expert[donor], candidate)
+        if receiver == NONE:
+            receiver = slot
+        if receiver != NONE:
+            best_donor, best_receiver, best_tiles = donor, receiver, tiles
+    return best_donor, best_receiver, int(best_tiles)
 
 
 @planner_compiled

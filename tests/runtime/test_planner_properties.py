@@ -145,6 +145,7 @@ def test_copies_respect_the_budget_and_the_slots_in_use(problem: Problem) -> Non
     assert not (is_copy & (problem.is_protected == 1)).any()
     rebound = planned.slot_expert != problem.state.slot_expert
     np.testing.assert_array_equal(rebound, is_copy)
+    assert (planned.state.slot_tiles[is_copy] > 0).all()
 
 
 @given(problems())

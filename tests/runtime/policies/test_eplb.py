@@ -12,10 +12,8 @@ from afore_kernels.plan import Int32Array, Plan, PrimaryPlacement, Target, UInt8
 from afore_kernels.runtime.cost import CostModel
 from afore_kernels.runtime.planner import Limits
 from afore_kernels.runtime.policies import Planned, SlotState
-from afore_kernels.runtime.policies.eplb import (
-    Eplb,
-    EplbState,
-    EplbTarget,
+from afore_kernels.runtime.policies.eplb import Eplb, EplbState, EplbTarget
+from afore_kernels.runtime.policies.eplb_placement import (
     balanced_packing,
     fixed_primary_slots,
     rebalance_experts,
