@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from afore_kernels.plan import Int32Array
 from afore_kernels.traces import ContinuousBatching, RoutingTrace
-from bench.synthetic import make_workload
+from bench.synthetic_routing import make_workload
 
 NUM_TOKENS, NUM_LAYERS, WARMUP_STEPS = 256, 8, 12
 SYNTHETIC = "synthetic-128x8-even"

@@ -3,8 +3,8 @@
 Every planner runs the same steady-state targets from its own slots. For Algorithm 1 and for refined
 plans each target is certified (`bench.certify`): the busiest worker's tiles against the optimum
 from the same slot table, protected slots and budget. "unproved" targets do not count as optimal;
-their gap is the largest possible one. The peers are judged by the mean tiles per worker, a bound for
-everybody.
+their gap is the largest possible one. The peers are judged by the mean tiles per worker, a bound
+for everybody.
 
 Run: python -m bench.quality [--trace FILE.npz] [--ep 2 4 8 16 32 64 128] [--targets 200]
     [--time-limit 20] [--sweep] [--json FILE] [--plot FILE.png] [--quick]

@@ -9,8 +9,14 @@ import torch
 # Two OpenMP threads that spin beside other processes turn a 10 us product into one of 16 ms.
 torch.set_num_threads(1)
 
-# The first example of a test may compile; a time limit per example only measures the machine.
-hypothesis.settings.register_profile("afore", deadline=None, max_examples=60)
+# The first example of a test may compile; a time limit, per example or for the inputs, only measures
+# the machine.
+hypothesis.settings.register_profile(
+    "afore",
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("afore")
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

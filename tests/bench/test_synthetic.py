@@ -12,24 +12,23 @@ import pytest
 
 from afore_kernels.errors import ConfigError, ShapeError
 from afore_kernels.traces import RoutingTrace
-from bench.synthetic import (
-    FITTED,
-    FITTED_STATISTICS,
+from bench.routing_statistics import (
     LAGS,
-    STATED,
+    coefficient_of_variation,
+    count_experts,
+    domain_total_variation,
+    gini,
+    lag_correlation,
+    measure_statistics,
+)
+from bench.synthetic import FITTED_STATISTICS, START, STATED, draw_like, fit_scales, report_fit
+from bench.synthetic_routing import (
+    FITTED,
     WORKLOADS,
     ScoreScales,
     SyntheticRouting,
     autoregressive,
-    coefficient_of_variation,
-    domain_total_variation,
-    expert_counts,
-    fit_scales,
-    gini,
-    lag_correlation,
     make_workload,
-    measure_statistics,
-    report_fit,
 )
 
 FIT = Path(__file__).parents[2] / "bench" / "results" / "synthetic_128x8_fit.json"
@@ -70,6 +69,12 @@ def test_spread_of_counts():
     np.testing.assert_allclose(gini(counts), [0.25, 0, 0.5])
     # Three quarters of all on one of four; order does not matter.
     np.testing.assert_allclose(gini(np.array([0, 6, 1, 1])), (3 * 6 + 1 - 1) / (4 * 8))
+
+
+def test_pairs_are_counted_per_layer():
+    # Two tokens: layer 0 chooses {0, 2} twice, layer 1 {1, 3} and {1, 0}.
+    ids = np.array([[[0, 2], [1, 3]], [[2, 0], [1, 0]]], np.uint8)
+    assert count_experts(ids, 4).tolist() == [[2, 0, 2, 0], [1, 2, 0, 1]]
 
 
 def test_domain_total_variation():
@@ -157,14 +162,15 @@ def test_every_expert_of_256_can_be_drawn():
 def test_without_terms_experts_are_uniform():
     # 20,000 draws of 16: a share of 1/16 has a standard deviation of 0.0017.
     trace = draw(NO_TERMS, (20_000,), (0,), top_k=1, num_layers=1)
-    np.testing.assert_allclose(expert_counts(trace)[0] / 20_000, 1 / 16, atol=0.008)
+    np.testing.assert_allclose(count_experts(trace.ids, 16)[0] / 20_000, 1 / 16, atol=0.008)
 
 
 def test_score_is_the_logarithm_of_a_weight():
     # So the log odds of any two experts are proportional to the scale, whatever the others are.
     def log_odds(scale):
         scales = replace(NO_TERMS, popularity=scale)
-        counts = expert_counts(draw(scales, (40_000,), (0,), top_k=1, num_layers=1))[0]
+        trace = draw(scales, (40_000,), (0,), top_k=1, num_layers=1)
+        counts = count_experts(trace.ids, 16)[0]
         return np.log(counts / counts.max())
 
     odds, doubled = log_odds(0.6), log_odds(1.2)
@@ -320,14 +326,11 @@ def test_fit_comes_closer_to_a_trace_with_other_scales():
     target = measure_statistics(trace)
 
     def distance(scales):
-        drawn = measure_statistics(
-            make_routing(scales, num_layers=2, seed=0).draw(trace.domain, np.diff(trace.offsets))
-        )
+        drawn = measure_statistics(draw_like(trace, scales, seed=0))
         return sum((drawn[name] / target[name] - 1) ** 2 for name in FITTED_STATISTICS[:2])
 
     fitted = fit_scales(trace, (2,), num_layers=2, num_rounds=1)
-    start = replace(FITTED, popularity=1.0, domain=1.0, request=2.0, hidden=4.0, memory_tokens=1.5)
-    assert distance(fitted) < 0.5 * distance(start)
+    assert distance(fitted) < 0.5 * distance(replace(FITTED, **START))
 
 
 def test_report_has_a_row_per_statistic_and_a_range_per_shape():
