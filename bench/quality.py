@@ -185,8 +185,8 @@ def sweep(targets: TargetSequence, ep: int) -> list[dict[str, Any]]:
     """Vary theta, R, B and the window, one at a time, with refined plans.
 
     Returns:
-        Per setting: max/mean tiles averaged over the targets, copies per target, share of targets
-        whose copies outlast the window, and microseconds per plan, called from Python.
+        Per setting: max/mean tiles averaged over the targets, copies per target, and microseconds
+        per plan, called from Python.
     """
     base = {"theta": 0, "redundant_slots": REDUNDANT_SLOTS, "copy_budget": 2 * ep, "window_us": 2e3}
     settings = [
@@ -241,13 +241,17 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     except ModuleNotFoundError:
         raise SystemExit("a plot needs matplotlib: pip install 'afore-kernels[bench]'") from None
 
-    keys = sorted({(row["workload"], row["copy_budget"] == FIXED_BUDGET) for row in rows})
-    figure = Figure(figsize=(4.2 * len(keys), 3.6), layout="constrained")
-    for axis, (workload, is_fixed) in zip(figure.subplots(1, len(keys), squeeze=False)[0], keys):
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    panels = [(workload, is_fixed) for workload in workloads for is_fixed in (False, True)]
+    figure = Figure(figsize=(4.2 * len(panels), 3.6), layout="constrained")
+    for axis, (workload, is_fixed) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels
+    ):
         shown = [
             row
             for row in rows
-            if (row["workload"], row["copy_budget"] == FIXED_BUDGET) == (workload, is_fixed)
+            if row["workload"] == workload
+            and row["copy_budget"] == (FIXED_BUDGET if is_fixed else 2 * row["ep"])
         ]
         for name in shown[0]["by the mean"]:
             gaps = [row["by the mean"][name]["gap_to_mean"] for row in shown]

@@ -9,7 +9,7 @@ import torch
 # Two OpenMP threads that spin beside other processes turn a 10 us product into one of 16 ms.
 torch.set_num_threads(1)
 
-# The first example of a test may compile; a time limit, per example or for the inputs, only measures
+# The first example of a test may compile; a time limit, per example or for inputs, only measures
 # the machine.
 hypothesis.settings.register_profile(
     "afore",
