@@ -212,11 +212,7 @@ class Tier:
         """Answer a client's hello with the tier's memory; returns its rank if it was admitted."""
         connection.settimeout(_CLOSE_TIMEOUT_S)
         try:
-            _, user, _ = struct.unpack(
-                "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            )
-            if user != os.getuid():
-                raise PeerLost(f"user {user} is not the user of the tier")
+            _check_user(connection)
             rank = json.loads(connection.recv(4096))["rank"]
             if not isinstance(rank, int):
                 raise PeerLost(f"attention rank must be an integer, got {rank!r}")

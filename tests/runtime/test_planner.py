@@ -157,8 +157,14 @@ def test_agrees_with_the_oracle_on_random_states(seed: int) -> None:
 # Adversarial demand
 
 
+def busiest_load(planned: PlannedTarget, placement: PrimaryPlacement) -> int:
+    load = planned.state.slot_tiles.sum(axis=1, dtype=np.int64)
+    np.add.at(load, placement.primary_worker, planned.state.primary_tiles)
+    return int(load.max())
+
+
 def check_many(placement: PrimaryPlacement, *demands: Int32Array) -> list[PlannedTarget]:
-    """Plan a stream from an empty state with both implementations."""
+    """Plan a stream from an empty state with both implementations, and refined beside them."""
     state = LayerState.initial(placement)
     plans = []
     for sequence, demand in enumerate(demands):
@@ -172,6 +178,10 @@ def check_many(placement: PrimaryPlacement, *demands: Int32Array) -> list[Planne
         )
         assert_same(planned, oracle)
         to_plan(planned, demand, 1).validate(placement)
+        refining = (*arguments[:3], arguments[3]._replace(is_refined=True), FREE_COPIES)
+        refined = plan_microbatch(*refining, sequence=sequence)
+        to_plan(refined, demand, 1).validate(placement)
+        assert busiest_load(refined, placement) <= busiest_load(planned, placement)
         plans.append(planned)
         state = planned.state
     return plans
@@ -228,6 +238,14 @@ def test_every_expert_at_int32_max_does_not_overflow_the_load() -> None:
     np.add.at(load, [0, 0, 1, 1, 2, 3], planned.state.primary_tiles.astype(np.int64))
     assert load.sum() == 6 * INT32_MAX
     assert load.max() < 2 * INT32_MAX
+
+
+def test_experts_that_the_workers_do_not_divide() -> None:
+    placement = PrimaryPlacement(7, 3, 1)  # 3, 2 and 2 primaries
+    (planned,) = check_many(placement, as_demand(4, 4, 4, 0, 0, 0, 0))
+    assert busiest_load(planned, placement) == 4
+    (planned,) = check_many(placement, as_demand(0, 0, 0, 0, 0, 0, 9))
+    assert busiest_load(planned, placement) == 4
 
 
 def test_thousand_experts() -> None:

@@ -1,12 +1,29 @@
 """Devices: where a worker's weights live and its work runs.
 
-A device gives a worker two streams. Work submitted to one stream runs in order; work of different
-streams is ordered by events alone. The model stream runs partition, GEMMs and combine; the
-migration stream runs expert copies.
+A device gives a worker streams. Work submitted to one stream runs in order; work of different
+streams is ordered by events alone, and the host runs ahead of all of them. The model stream runs
+partition, GEMMs and combine; the migration stream runs expert copies.
+
+Whoever submits work names the buffers that it reads and writes. `cpu` and `cuda` ignore the names;
+`checking` proves from them that every two conflicting accesses are ordered.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+
+class Buffer(NamedTuple):
+    """The name of a piece of memory; equal names are the same memory, others never overlap.
+
+    Attributes:
+        kind: what it is, as `"slot"`.
+        key: which one of its kind, as `(worker, layer, slot)`.
+    """
+
+    kind: str
+    key: tuple[int, ...]
 
 
 class Event(Protocol):
@@ -22,8 +39,14 @@ class Event(Protocol):
 class Stream(Protocol):
     """An ordered queue of work."""
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Queue `work` behind everything submitted before."""
+    def submit(
+        self,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+    ) -> None:
+        """Queue `work`, which accesses the named buffers, behind everything submitted before."""
 
     def record_event(self) -> Event:
         """An event at the end of the work submitted so far."""

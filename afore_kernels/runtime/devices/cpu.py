@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from afore_kernels.errors import PeerLost
-from afore_kernels.runtime.devices import Event
+from afore_kernels.runtime.devices import Buffer, Event
 
 
 class CpuEvent:
@@ -40,7 +40,13 @@ class InlineStream:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    def submit(self, work: Callable[[], None]) -> None:
+    def submit(
+        self,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+    ) -> None:
         """Run `work`."""
         work()
 
@@ -73,7 +79,13 @@ class ThreadStream:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], None]) -> None:
+    def submit(
+        self,
+        work: Callable[[], None],
+        *,
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+    ) -> None:
         """Queue `work`; it is skipped once earlier work has failed."""
         self._work.put(lambda: None if self._error else work())
 
