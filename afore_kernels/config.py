@@ -17,6 +17,7 @@ ActivationKind = Literal["silu", "gelu_tanh", "relu2", "none"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 PolicyName = Literal["afore", "static"]
 DemandSource = Literal["target", "previous_step"]
+Reduction = Literal["all_reduce", "reduce_scatter"]
 
 INT32_MAX = 2**31 - 1
 
@@ -164,6 +165,7 @@ class TierConfig(_JsonRecord):
         demand_source: plan from the target's demand, or from the previous step's (ablation).
         overlap_copies: submit copies when the plan is read; False puts them on the critical path
             (ablation).
+        reduction: `all_reduce` the workers' outputs, or `reduce_scatter` them to the rows' owners.
         targets_in_flight: depth of every per-rank queue; a rank may be this far ahead of its
             replies.
         plan_ring_depth: plans kept in the ring; recent ones stay readable for reports.
@@ -190,6 +192,7 @@ class TierConfig(_JsonRecord):
     policy: PolicyName = "afore"
     demand_source: DemandSource = "target"
     overlap_copies: bool = True
+    reduction: Reduction = "all_reduce"
     targets_in_flight: int = 4
     plan_ring_depth: int = 4096
     tile_time_us: float = 50.0
@@ -213,6 +216,7 @@ class TierConfig(_JsonRecord):
         _require_int("compactness_threshold", self.compactness_threshold, 0)
         _require_choice("policy", self.policy, get_args(PolicyName))
         _require_choice("demand_source", self.demand_source, get_args(DemandSource))
+        _require_choice("reduction", self.reduction, get_args(Reduction))
         for name in ("refine_plans", "overlap_copies", "measure_window"):
             _require(isinstance(getattr(self, name), bool), f"{name} must be true or false")
         _require_int("targets_in_flight", self.targets_in_flight, 1, 1024)

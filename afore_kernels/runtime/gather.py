@@ -1,9 +1,9 @@
 """What the workers exchange before a target: each contributes an equal share of the token rows.
 
 The global rows of a target are the ranks' rows in rank order (`Plan.rank_tokens`). Worker w
-contributes, and later replies, rows `[w * share, (w + 1) * share)` with `share = ceil(num_tokens /
-num_workers)`. A block also carries what the worker saw of each rank, so that all workers agree on
-the target's outcome.
+contributes, and later replies, rows `[w * share, (w + 1) * share)`; rows past the last token are
+padding, without a valid id. A block also carries what the worker saw of each rank, so that all
+workers agree on the target's outcome.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from afore_kernels.config import MoEConfig, TierConfig
@@ -36,14 +35,8 @@ class RankRows(NamedTuple):
     row: int
 
 
-def rows_per_worker(plan: Plan, num_workers: int) -> int:
-    """Token rows each worker contributes and replies, the last ones padded."""
-    return -(-plan.num_tokens // num_workers)
-
-
-def rank_rows(plan: Plan, worker: int, num_workers: int) -> Iterator[RankRows]:
-    """The pieces of the ranks' rows that make up a worker's share, in order."""
-    share = rows_per_worker(plan, num_workers)
+def rank_rows(plan: Plan, worker: int, share: int) -> Iterator[RankRows]:
+    """The pieces of the ranks' rows that make up a worker's share of `share` rows, in order."""
     first, last = worker * share, min((worker + 1) * share, plan.num_tokens)
     rank_start = 0
     for rank, num_tokens in enumerate(plan.rank_tokens.tolist()):
@@ -54,70 +47,52 @@ def rank_rows(plan: Plan, worker: int, num_workers: int) -> Iterator[RankRows]:
 
 
 class Gathered(NamedTuple):
-    """A target's input as every worker sees it.
+    """A target's input as every worker sees it; `num_rows = num_workers * share`, with padding.
 
     Attributes:
-        hidden: [num_tokens, H].
-        expert_ids: int32 [num_tokens, top_k].
-        routing_weights: fp32 [num_tokens, top_k].
-        outcome: OK, or the first failure any worker saw.
+        hidden: [num_rows, H]; undefined in padding.
+        expert_ids: int32 [num_rows, top_k]; -1 in padding.
+        routing_weights: fp32 [num_rows, top_k]; undefined in padding.
+        outcomes: what each worker saw of each rank, int64 [num_workers * num_ranks, 2].
     """
 
     hidden: torch.Tensor
     expert_ids: torch.Tensor
     routing_weights: torch.Tensor
-    outcome: Outcome
+    outcomes: torch.Tensor
 
 
-class GatherBlock:
-    """One worker's contribution: outcomes int64 [num_ranks, 2], then its rows of each input."""
+def first_failure(outcomes: torch.Tensor) -> Outcome:
+    """The outcome of `Gathered.outcomes` in host memory: OK, or the first failure."""
+    failed = outcomes[outcomes[:, 0] != int(ReplyStatus.OK)].tolist()
+    return Outcome(ReplyStatus(failed[0][0]), failed[0][1]) if failed else OK
 
-    def __init__(self, moe: MoEConfig, tier: TierConfig, plan: Plan, worker: int) -> None:
-        self._plan = plan
-        self._share = rows_per_worker(plan, tier.num_workers)
-        self._pieces = {p.rank: p for p in rank_rows(plan, worker, tier.num_workers)}
-        self._first_row = worker * self._share
+
+class GatherLayout:
+    """The sections of every worker's block: outcomes int64 [num_ranks, 2], rows of each input.
+
+    Args:
+        moe, tier: configurations.
+        share: rows per worker.
+    """
+
+    def __init__(self, moe: MoEConfig, tier: TierConfig, share: int) -> None:
+        self.share = share
         self._sections = {
-            "outcome": (torch.int64, tier.num_ranks, 2),
-            "hidden": (torch_dtype(moe), self._share, moe.hidden_size),
-            "expert_ids": (torch.int32, self._share, moe.top_k),
-            "routing_weights": (torch.float32, self._share, moe.top_k),
+            "hidden": (torch_dtype(moe), share, moe.hidden_size),
+            "expert_ids": (torch.int32, share, moe.top_k),
+            "routing_weights": (torch.float32, share, moe.top_k),
+            "outcomes": (torch.int64, tier.num_ranks, 2),
         }
-        num_bytes = sum(_section_bytes(section) for section in self._sections.values())
-        self.bytes = torch.empty(num_bytes, dtype=torch.uint8)
-        self._mine = {name: tensor[0] for name, tensor in self._view(self.bytes[None]).items()}
+        self.block_bytes = sum(map(_section_bytes, self._sections.values()))
 
-    def add_rank(self, rank: int, outcome: Outcome, rows: InputRows) -> None:
-        """Add a rank's rows that fall into this worker's share, if its input is there."""
-        self._mine["outcome"][rank] = torch.tensor(outcome)
-        piece = self._pieces.get(rank)
-        if piece is None:
-            return
-        at = slice(
-            piece.row - self._first_row, piece.row - self._first_row + piece.stop - piece.start
-        )
-        if outcome != OK:
-            self._mine["expert_ids"][at] = -1
-            return
-        for name, tensor in rows._asdict().items():
-            self._mine[name][at] = tensor[piece.start : piece.stop]
+    def unpack(self, blocks: torch.Tensor, out: Gathered) -> None:
+        """Copy the rows of stacked blocks, uint8 [num_workers, block_bytes], to `out`."""
+        for name, view in self.view(blocks).items():
+            getattr(out, name).view(view.shape).copy_(view)
 
-    def unpack(self, gathered: torch.Tensor) -> Gathered:
-        """Read the stacked blocks of all workers, uint8 [num_workers, block bytes]."""
-        views = self._view(gathered)
-        num_tokens = self._plan.num_tokens
-
-        def rows(name: str) -> torch.Tensor:
-            return views[name].flatten(0, 1)[:num_tokens]
-
-        outcome = OK
-        failed = views["outcome"].flatten(0, 1).numpy()
-        failed = failed[failed[:, 0] != int(ReplyStatus.OK)]
-        if len(failed):
-            outcome = Outcome(ReplyStatus(int(failed[0, 0])), int(failed[0, 1]))
-        return Gathered(rows("hidden"), rows("expert_ids"), rows("routing_weights"), outcome)
-
-    def _view(self, blocks: torch.Tensor) -> dict[str, torch.Tensor]:
+    def view(self, blocks: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The sections of stacked blocks, [num_blocks, rows, width] each."""
         views, offset = {}, 0
         for name, section in self._sections.items():
             dtype, rows, width = section
@@ -128,6 +103,38 @@ class GatherBlock:
         return views
 
 
+class GatherBlock:
+    """One worker's contribution to one target.
+
+    Args:
+        layout: of the block.
+        plan: of the target.
+        worker: whose share.
+        block: host memory, uint8 [layout.block_bytes].
+    """
+
+    def __init__(self, layout: GatherLayout, plan: Plan, worker: int, block: torch.Tensor) -> None:
+        self._pieces = {piece.rank: piece for piece in rank_rows(plan, worker, layout.share)}
+        self._first_row = worker * layout.share
+        self._sections = {name: view[0] for name, view in layout.view(block[None]).items()}
+        num_rows = max(0, min(layout.share, plan.num_tokens - self._first_row))
+        self._sections["expert_ids"][num_rows:] = -1
+
+    def add_rank(self, rank: int, outcome: Outcome, rows: InputRows) -> None:
+        """Add a rank's rows that fall into this worker's share, if its input is there."""
+        self._sections["outcomes"][rank] = torch.tensor(outcome)
+        piece = self._pieces.get(rank)
+        if piece is None:
+            return
+        first = piece.row - self._first_row
+        at = slice(first, first + piece.stop - piece.start)
+        if outcome != OK:
+            self._sections["expert_ids"][at] = -1
+            return
+        for name, tensor in rows._asdict().items():
+            self._sections[name][at] = tensor[piece.start : piece.stop]
+
+
 def _section_bytes(section: tuple[torch.dtype, int, int]) -> int:
     dtype, rows, width = section
-    return int(np.ceil(rows * width * dtype.itemsize / _ALIGNMENT)) * _ALIGNMENT
+    return -(-rows * width * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

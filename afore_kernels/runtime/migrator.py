@@ -11,7 +11,7 @@ import time
 from functools import partial
 
 from afore_kernels.plan import Plan, PrimaryPlacement
-from afore_kernels.runtime.devices import Event, Stream
+from afore_kernels.runtime.devices import Buffer, Device, Event, Stream
 from afore_kernels.runtime.timeline import Stage, Track
 from afore_kernels.runtime.weights import ExpertSlots
 
@@ -26,7 +26,7 @@ class Migrator:
         worker: this worker.
         placement: where the primaries are.
         slots: the weights of every worker, index = worker.
-        stream: the migration stream.
+        device: of this worker.
         track: the timeline track of the migration stream.
     """
 
@@ -35,13 +35,15 @@ class Migrator:
         worker: int,
         placement: PrimaryPlacement,
         slots: list[ExpertSlots],
-        stream: Stream,
+        device: Device,
         track: Track,
     ) -> None:
         self._worker = worker
         self._placement = placement
         self._slots = slots
-        self._stream = stream
+        self._device = device
+        self._stream = device.migration_stream()
+        self._completions = device.completions(self._stream)
         self._track = track
         self._copied: dict[SlotKey, Event] = {}
         self._last_use: dict[SlotKey, Event] = {}
@@ -60,15 +62,16 @@ class Migrator:
             key = (layer, copy.slot)
             if key in self._last_use:
                 self._stream.wait_event(self._last_use[key])
-            self._stream.submit(partial(self._copy, layer, copy.expert, copy.slot))
-            self._copied[key] = self._stream.record_event()
-        sequence, num_copies = plan.sequence, len(copies)
-        self._stream.submit(
-            lambda: self._track.record(
-                Stage.COPY, sequence, submitted_ns, time.monotonic_ns(), num_copies
+            donor = int(self._placement.primary_worker[copy.expert])
+            self._stream.submit(
+                partial(self._copy, layer, copy.expert, donor, copy.slot),
+                reads=[primaries_name(donor, layer)],
+                writes=[slot_name(self._worker, key)],
             )
-        )
-        return num_copies
+            self._copied[key] = self._stream.record_event()
+        self._completions.wait_event(self._stream.record_event())
+        self._completions.submit(partial(self._record, plan.sequence, submitted_ns, len(copies)))
+        return len(copies)
 
     def make_ready(self, plan: Plan, model_stream: Stream) -> None:
         """Let the model stream wait for every slot that `plan` uses and whose copy is in flight."""
@@ -84,12 +87,30 @@ class Migrator:
             event = model_stream.record_event()
             self._last_use.update((key, event) for key in used)
 
+    def slots_read_by(self, plan: Plan) -> list[Buffer]:
+        """The names of the weights that this worker's share of `plan` reads."""
+        replicas = [slot_name(self._worker, key) for key in self._used_slots(plan)]
+        return [primaries_name(self._worker, plan.target.layer), *replicas]
+
     def _used_slots(self, plan: Plan) -> list[SlotKey]:
         pairs = plan.slot_pairs[self._worker]
         return [(plan.target.layer, slot) for slot in range(len(pairs)) if pairs[slot]]
 
-    def _copy(self, layer: int, expert: int, slot: int) -> None:
-        donor = int(self._placement.primary_worker[expert])
+    def _copy(self, layer: int, expert: int, donor: int, slot: int) -> None:
         donor_slot = expert - self._placement.primaries(donor).start
         mine = self._slots[self._worker]
-        mine.copy_expert(layer, mine.num_primaries + slot, self._slots[donor], donor_slot)
+        index = mine.num_primaries + slot
+        self._device.copy(mine.expert_copies(layer, index, self._slots[donor], donor_slot))
+
+    def _record(self, sequence: int, submitted_ns: int, num_copies: int) -> None:
+        self._track.record(Stage.COPY, sequence, submitted_ns, time.monotonic_ns(), num_copies)
+
+
+def slot_name(worker: int, key: SlotKey) -> Buffer:
+    """The name of a redundant slot."""
+    return Buffer("slot", (worker, *key))
+
+
+def primaries_name(worker: int, layer: int) -> Buffer:
+    """The name of all primaries of a worker in a layer; nobody writes them once the tier serves."""
+    return Buffer("primaries", (worker, layer))

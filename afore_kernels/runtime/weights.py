@@ -15,6 +15,7 @@ import torch
 from afore_kernels.config import MoEConfig
 from afore_kernels.errors import ShapeError
 from afore_kernels.plan import PrimaryPlacement
+from afore_kernels.runtime.devices import TensorCopy
 from afore_kernels.runtime.shared import Field, Segment, layout_bytes, map_fields
 from afore_kernels.runtime.transports.local import torch_dtype
 
@@ -152,12 +153,15 @@ class ExpertSlots:
         _fill(self.shared_gate_up, (layer,), rows, "shared gate_up")
         _fill(self.shared_down, (layer,), shared.down[:, columns], "shared down")
 
-    def copy_expert(self, layer: int, slot: int, donor: ExpertSlots, donor_slot: int) -> None:
-        """Copy one expert's weights from `donor`'s slot into this worker's slot."""
-        for name in ExpertTensors._fields:
-            tensor = getattr(self, name)
-            if tensor is not None:
-                tensor[layer, slot].copy_(getattr(donor, name)[layer, donor_slot])
+    def expert_copies(
+        self, layer: int, slot: int, donor: ExpertSlots, donor_slot: int
+    ) -> list[TensorCopy]:
+        """The copies that bring one expert's weights from `donor`'s slot into this worker's."""
+        return [
+            (tensor[layer, slot], getattr(donor, name)[layer, donor_slot])
+            for name in ExpertTensors._fields
+            if (tensor := getattr(self, name)) is not None
+        ]
 
 
 def shared_columns(moe: MoEConfig, placement: PrimaryPlacement, worker: int) -> slice:

@@ -1,6 +1,7 @@
 """An FFN worker: reads plans, keeps its replicas ready, and runs exactly its planned share.
 
-`FfnWorker.execute` is the model thread of the paper's Figure 7.
+`FfnWorker.execute` is the model thread of the paper's Figure 7. It queues work on the model stream
+and waits for none of it: a target's reply is published by the model stream's completions.
 """
 
 from __future__ import annotations
@@ -8,33 +9,30 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
-import torch
-
-from afore_kernels.gemm.tiles import PairTiles, TileSchedule
-from afore_kernels.gemm.torch_executor import run_dense_ffn, run_expert_ffn
-from afore_kernels.partition.intervals import SlotIntervals, pair_intervals
-from afore_kernels.partition.pack import partition_pairs
 from afore_kernels.plan import Plan, Rejection
 from afore_kernels.runtime.collectives import Collectives
-from afore_kernels.runtime.devices import Stream
-from afore_kernels.runtime.gather import GatherBlock, Gathered, rank_rows
+from afore_kernels.runtime.devices import Device
+from afore_kernels.runtime.executors import Executor, ShareSize
+from afore_kernels.runtime.gather import GatherBlock, GatherLayout, first_failure, rank_rows
+from afore_kernels.runtime.lanes import Lane, TargetBuffers
 from afore_kernels.runtime.memory import TierMemory, deadline_after
 from afore_kernels.runtime.migrator import Migrator
 from afore_kernels.runtime.plan_ring import PlanReader
 from afore_kernels.runtime.shared import FOREVER_NS
 from afore_kernels.runtime.timeline import Stage, Track
 from afore_kernels.runtime.transports.local import OK, LocalTransport, Outcome, ReplyStatus
-from afore_kernels.runtime.weights import ExpertSlots
 
 
 class PreparedPlan(NamedTuple):
-    """A plan and what this worker derives from it alone, before any input has arrived."""
+    """A plan whose copies were submitted and which is staged in a lane, before its inputs come."""
 
     plan: Plan
-    intervals: SlotIntervals
-    schedule: TileSchedule
+    lane: Lane
+    layout: GatherLayout
+    size: ShareSize
     submitted_ns: int
 
 
@@ -44,29 +42,36 @@ class FfnWorker:
     Args:
         worker: index of this worker.
         memory: the tier's shared memory.
-        slots: this worker's weights.
+        executor: of this worker.
         migrator: of this worker.
-        model_stream: where partition, GEMMs and combine run.
+        device: of this worker.
         collectives: between the workers.
+        plans: this worker's end of the plan ring.
+        transport: of inputs and replies.
     """
 
     def __init__(
         self,
         worker: int,
         memory: TierMemory,
-        slots: ExpertSlots,
+        executor: Executor,
         migrator: Migrator,
-        model_stream: Stream,
+        device: Device,
         collectives: Collectives,
+        plans: PlanReader,
+        transport: LocalTransport,
     ) -> None:
         self._worker = worker
         self._memory = memory
-        self._slots = slots
+        self._executor = executor
         self._migrator = migrator
-        self._model_stream = model_stream
+        self._device = device
+        self._model_stream = device.model_stream()
+        self._completions = device.completions(self._model_stream)
         self._collectives = collectives
-        self._plans = PlanReader(memory, worker)
-        self._transport = LocalTransport(memory)
+        self._plans = plans
+        self._transport = transport
+        self._buffers = TargetBuffers(memory, worker, device, executor)
         self._track = Track(memory, f"worker {worker} model")
         self._overlap_copies = memory.tier.overlap_copies
         self._pending: PreparedPlan | None = None
@@ -75,28 +80,29 @@ class FfnWorker:
     def run(self) -> None:
         """Execute targets in order until the tier stops, which ends this by `PeerLost`."""
         while True:
-            if self._pending is None:
-                self._read_plan()
-            prepared, self._pending = self._pending, None
-            assert prepared is not None
-            self.execute(prepared)
+            self.run_target()
+
+    def run_target(self) -> None:
+        """Wait for the next plan, if none is pending, and execute it."""
+        if self._pending is None:
+            self._read_plan()
+        prepared, self._pending = self._pending, None
+        assert prepared is not None
+        self.execute(prepared)
 
     def execute(self, prepared: PreparedPlan) -> None:
         """Run one target (paper Figure 7) and reply each rank's slice."""
         plan = prepared.plan
-        if plan.rejection is not Rejection.NONE:
-            self._reply(plan, Outcome(ReplyStatus(int(plan.rejection)), plan.rejected_rank))
-            return
-        gathered = self._gather(plan)
-        self._read_next_plan_if_published()
-        self._make_replicas_ready(prepared)
-        tiles, outcome = self._partition(prepared, gathered)
-        if outcome != OK:
-            self._reply(plan, outcome)
-            return
-        partial = self._run_experts(plan, gathered, tiles)
-        output = self._reduce(plan, partial)
-        self._reply(plan, OK, output)
+        if plan.rejection is Rejection.NONE:
+            self._collect_inputs(prepared)
+            self._gather(prepared)
+            self._read_next_plan_if_published()
+            self._make_replicas_ready(prepared)
+            self._partition(prepared)
+            self._run_experts(prepared)
+            self._reduce(prepared)
+            self._write_reply(prepared)
+        self._publish_reply(prepared)
 
     def _read_plan(self) -> None:
         """R and S: wait for the next plan, and submit its copies at once."""
@@ -108,17 +114,21 @@ class FfnWorker:
             submitted_ns = time.monotonic_ns()
             if self._overlap_copies:
                 event.value = self._migrator.submit(plan)
-            intervals = pair_intervals(plan, self._memory.placement, self._worker)
-            schedule = intervals.tile_schedule(plan.tile_m)
-            self._pending = PreparedPlan(plan, intervals, schedule, submitted_ns)
+            lane = self._buffers.claim_lane(plan)
+            self._device.touch(writes=[lane.plan_name])
+            size = self._executor.stage(lane.index, plan)
+            layout = self._buffers.layout(plan)
+            self._pending = PreparedPlan(plan, lane, layout, size, submitted_ns)
 
     def _read_next_plan_if_published(self) -> None:
         if self._pending is None and self._plans.is_published():
             self._read_plan()
 
-    def _gather(self, plan: Plan) -> Gathered:
-        """A2F: wait for the ranks' inputs and all-gather them, so all workers see the same rows."""
-        block = GatherBlock(self._memory.moe, self._memory.tier, plan, self._worker)
+    def _collect_inputs(self, prepared: PreparedPlan) -> None:
+        """A2F: wait for the ranks' inputs and take this worker's share of their rows."""
+        plan, lane = prepared.plan, prepared.lane
+        block = GatherBlock(prepared.layout, plan, self._worker, lane.block)
+        self._device.touch(writes=[lane.block_name])
         with self._timed(Stage.INPUT, plan, plan.num_tokens):
             deadline_ns = deadline_after(self._memory.tier.reply_timeout_s)
             for rank in range(self._memory.tier.num_ranks):
@@ -129,10 +139,30 @@ class FfnWorker:
                     outcome = self._transport.wait_input(
                         rank, plan.sequence, plan.target, num_tokens, deadline_ns
                     )
+                self._device.touch(reads=[self._buffers.input_name(rank, plan)])
                 rows = self._transport.input_rows(rank, plan.sequence, num_tokens)
                 block.add_rank(rank, outcome, rows)
-        with self._timed(Stage.GATHER, plan, plan.num_tokens):
-            return block.unpack(self._collectives.all_gather(block.bytes))
+
+    def _gather(self, prepared: PreparedPlan) -> None:
+        """All-gather the workers' rows, so all see the same."""
+        lane, buffers = prepared.lane, self._buffers
+        with self._timed(Stage.GATHER, prepared.plan, prepared.plan.num_tokens):
+            self._model_stream.submit(
+                partial(buffers.upload, prepared.layout, lane),
+                reads=[lane.block_name],
+                writes=[buffers.blocks_name],
+            )
+            self._collectives.all_gather(
+                self._model_stream,
+                buffers.blocks(prepared.layout),
+                reads=[buffers.blocks_name],
+                writes=[buffers.blocks_name],
+            )
+            self._model_stream.submit(
+                partial(buffers.unpack, prepared.layout, lane),
+                reads=[buffers.blocks_name],
+                writes=[buffers.gathered_name, lane.status_name],
+            )
 
     def _make_replicas_ready(self, prepared: PreparedPlan) -> None:
         """C: the model stream waits for the copies of the slots this target uses."""
@@ -145,58 +175,79 @@ class FfnWorker:
                 self._migrator.submit(plan)
             self._migrator.make_ready(plan, self._model_stream)
 
-    def _partition(self, prepared: PreparedPlan, gathered: Gathered) -> tuple[PairTiles, Outcome]:
+    def _partition(self, prepared: PreparedPlan) -> None:
         """Select exactly this worker's pairs (Eq. 11) and check the plan's counts."""
-        with self._timed(Stage.PARTITION, prepared.plan, prepared.schedule.num_tiles):
-            partition = partition_pairs(
-                gathered.expert_ids.numpy(), prepared.intervals, prepared.schedule
+        lane, buffers = prepared.lane, self._buffers
+        gathered = buffers.gathered(prepared.layout)
+        with self._timed(Stage.PARTITION, prepared.plan, prepared.size.num_tiles):
+            self._model_stream.submit(
+                partial(self._executor.partition, lane.index, gathered),
+                reads=[lane.plan_name, buffers.gathered_name],
+                writes=[buffers.tiles_name, lane.status_name],
             )
-        outcome = gathered.outcome
-        if outcome == OK and partition.mismatched_expert >= 0:
-            outcome = Outcome(ReplyStatus.COUNT_MISMATCH)
-        return partition.tiles, outcome
 
-    def _run_experts(self, plan: Plan, gathered: Gathered, tiles: PairTiles) -> torch.Tensor:
-        """This worker's partial output, fp32 [num_tokens, H]."""
-        layer, slots = plan.target.layer, self._slots
-        activation = self._memory.moe.activation
-        with self._timed(Stage.GEMM, plan, int(tiles.schedule.pairs_per_slot.sum())):
-            partial = run_expert_ffn(
-                gathered.hidden,
-                gathered.routing_weights,
-                slots.gate_up[layer],
-                slots.down[layer],
-                tiles,
-                activation=activation,
-                gate_up_bias=None if slots.gate_up_bias is None else slots.gate_up_bias[layer],
-                down_bias=None if slots.down_bias is None else slots.down_bias[layer],
+    def _run_experts(self, prepared: PreparedPlan) -> None:
+        """Queue this worker's partial output, fp32 [num_rows, H]."""
+        plan, buffers = prepared.plan, self._buffers
+        layer = plan.target.layer
+        gathered, out = buffers.gathered(prepared.layout), buffers.partial(prepared.layout)
+        with self._timed(Stage.GEMM, plan, prepared.size.num_pairs):
+            self._model_stream.submit(
+                partial(self._executor.run_experts, layer, gathered, out),
+                reads=[
+                    buffers.gathered_name,
+                    buffers.tiles_name,
+                    *self._migrator.slots_read_by(plan),
+                ],
+                writes=[buffers.partial_name],
             )
-            if slots.shared_gate_up is not None and slots.shared_down is not None:
-                partial += run_dense_ffn(
-                    gathered.hidden,
-                    slots.shared_gate_up[layer],
-                    slots.shared_down[layer],
-                    activation=activation,
-                )
             self._migrator.mark_used(plan, self._model_stream)
-        return partial
 
-    def _reduce(self, plan: Plan, partial: torch.Tensor) -> torch.Tensor:
-        with self._timed(Stage.REDUCE, plan, plan.num_tokens):
-            return self._collectives.all_reduce(partial)
+    def _reduce(self, prepared: PreparedPlan) -> None:
+        """Add up the workers' partial outputs."""
+        buffers = self._buffers
+        with self._timed(Stage.REDUCE, prepared.plan, prepared.plan.num_tokens):
+            self._collectives.reduce(
+                self._model_stream,
+                buffers.partial(prepared.layout),
+                reads=[buffers.partial_name],
+                writes=[buffers.partial_name],
+            )
 
-    def _reply(self, plan: Plan, outcome: Outcome, output: torch.Tensor | None = None) -> None:
+    def _write_reply(self, prepared: PreparedPlan) -> None:
         """F2A: write this worker's share of the rows to the ranks' reply slots."""
+        plan, buffers = prepared.plan, self._buffers
         with self._timed(Stage.REPLY, plan, plan.num_tokens):
-            if output is not None:
-                self._write_share(plan, output)
-            for rank in range(self._memory.tier.num_ranks):
-                self._transport.reply(self._worker, rank, plan.sequence, outcome)
+            self._model_stream.submit(
+                partial(self._write_share, prepared),
+                reads=[buffers.partial_name],
+                writes=[buffers.reply_name(rank, plan) for rank in range(len(plan.rank_tokens))],
+            )
 
-    def _write_share(self, plan: Plan, output: torch.Tensor) -> None:
-        for part in rank_rows(plan, self._worker, self._memory.tier.num_workers):
-            rows = self._transport.output_rows(part.rank, plan.sequence, part.stop)
-            rows[part.start :].copy_(output[part.row : part.row + part.stop - part.start])
+    def _write_share(self, prepared: PreparedPlan) -> None:
+        plan, layout = prepared.plan, prepared.layout
+        output = self._buffers.partial(layout)  # the sum, in the rows of this worker's share
+        for part in rank_rows(plan, self._worker, layout.share):
+            rows = self._transport.output_rows(part.rank, plan.sequence, part.stop)[part.start :]
+            mine = output[part.row : part.row + len(rows)]
+            rows.copy_(mine.to(rows.dtype), non_blocking=True)
+
+    def _publish_reply(self, prepared: PreparedPlan) -> None:
+        """Tell the ranks, once the model stream has written their rows."""
+        lane = prepared.lane
+        self._completions.wait_event(self._model_stream.record_event())
+        self._completions.submit(partial(self._reply, prepared), reads=[lane.status_name])
+        lane.replied = self._completions.record_event()
+
+    def _reply(self, prepared: PreparedPlan) -> None:
+        plan, lane = prepared.plan, prepared.lane
+        outcome = Outcome(ReplyStatus(int(plan.rejection)), plan.rejected_rank)
+        if plan.rejection is Rejection.NONE:
+            outcome = first_failure(lane.outcomes)
+            if outcome == OK and self._executor.mismatched_expert(lane.index) >= 0:
+                outcome = Outcome(ReplyStatus.COUNT_MISMATCH)
+        for rank in range(self._memory.tier.num_ranks):
+            self._transport.reply(self._worker, rank, plan.sequence, outcome)
 
     @contextmanager
     def _timed(self, stage: Stage, plan: Plan, value: int = 0) -> Iterator[_Timed]:

@@ -7,10 +7,14 @@ from collections.abc import Callable
 import torch
 
 from afore_kernels.runtime.collectives import Collectives
-from afore_kernels.runtime.devices.cpu import InlineStream, ThreadStream
+from afore_kernels.runtime.devices.cpu import CpuDevice
+from afore_kernels.runtime.executors.host import HostExecutor
+from afore_kernels.runtime.lanes import NUM_LANES
 from afore_kernels.runtime.migrator import Migrator
+from afore_kernels.runtime.plan_ring import PlanReader
 from afore_kernels.runtime.processes import ChildContext
 from afore_kernels.runtime.timeline import Track
+from afore_kernels.runtime.transports.local import LocalTransport
 from afore_kernels.runtime.weights import ExpertSlots
 from afore_kernels.runtime.worker import FfnWorker
 
@@ -27,20 +31,27 @@ def main(context: ChildContext, report_ready: Callable[[], None]) -> None:
         ExpertSlots(memory.moe, memory.placement, w, segment)
         for w, segment in enumerate(context.weight_segments)
     ]
-    timeout_s = tier.reply_timeout_s
-    migration_stream = ThreadStream("migration-stream", timeout_s)
-    migrator = Migrator(
-        worker,
-        memory.placement,
-        slots,
-        migration_stream,
-        Track(memory, f"worker {worker} migration"),
-    )
+    device = CpuDevice(tier.reply_timeout_s)
+    migration_track = Track(memory, f"worker {worker} migration")
+    migrator = Migrator(worker, memory.placement, slots, device, migration_track)
     collectives = Collectives(
-        worker, tier.num_workers, context.store_port, _COLLECTIVE_TIMEOUTS * timeout_s
+        worker,
+        tier.num_workers,
+        context.store_port,
+        _COLLECTIVE_TIMEOUTS * tier.reply_timeout_s,
+        scatters=tier.reduction == "reduce_scatter",
     )
-    model_stream = InlineStream(timeout_s)
-    ffn = FfnWorker(worker, memory, slots[worker], migrator, model_stream, collectives)
+    executor = HostExecutor(worker, memory.moe, memory.placement, slots[worker], NUM_LANES)
+    ffn = FfnWorker(
+        worker,
+        memory,
+        executor,
+        migrator,
+        device,
+        collectives,
+        PlanReader(memory, worker),
+        LocalTransport(memory),
+    )
     report_ready()
     with torch.inference_mode():
         ffn.run()

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from afore_kernels.config import MoEConfig, TierConfig
 from afore_kernels.plan import Plan, PrimaryPlacement
-from afore_kernels.runtime.gather import GatherBlock, Gathered, rank_rows, rows_per_worker
+from afore_kernels.runtime.gather import (
+    GatherBlock,
+    Gathered,
+    GatherLayout,
+    first_failure,
+    rank_rows,
+)
 from afore_kernels.runtime.transports.local import OK, InputRows, Outcome, ReplyStatus, torch_dtype
 from afore_kernels.testing import random_plan
 
@@ -40,15 +46,25 @@ def draw_inputs(moe: MoEConfig, rank_tokens: list[int], seed: int = 0) -> list[I
     ]
 
 
-def gather(moe, tier, plan, inputs, outcome_of=lambda worker, rank: OK) -> list[Gathered]:
+def gather(moe, tier, plan, inputs, outcome_of=lambda worker, rank: OK, extra_rows=0) -> Gathered:
     """What every worker unpacks when each has seen `outcome_of(worker, rank)`."""
-    blocks = [GatherBlock(moe, tier, plan, worker) for worker in range(tier.num_workers)]
-    for worker, block in enumerate(blocks):
-        block.bytes[:] = 0x7F  # what torch.empty may hold: no valid id
+    num_workers = tier.num_workers
+    layout = GatherLayout(moe, tier, -(-plan.num_tokens // num_workers) + extra_rows)
+    # What torch.empty may hold: no valid id.
+    blocks = torch.full((num_workers, layout.block_bytes), 0x7F, dtype=torch.uint8)
+    for worker in range(num_workers):
+        block = GatherBlock(layout, plan, worker, blocks[worker])
         for rank, rows in enumerate(inputs):
             block.add_rank(rank, outcome_of(worker, rank), rows)
-    stacked = torch.stack([block.bytes for block in blocks])
-    return [block.unpack(stacked) for block in blocks]
+    num_rows = num_workers * layout.share
+    gathered = Gathered(
+        torch.empty(num_rows, moe.hidden_size, dtype=torch_dtype(moe)),
+        torch.empty(num_rows, moe.top_k, dtype=torch.int32),
+        torch.empty(num_rows, moe.top_k),
+        torch.empty(num_workers * tier.num_ranks, 2, dtype=torch.int64),
+    )
+    layout.unpack(blocks, gathered)
+    return gathered
 
 
 @gather_property
@@ -56,11 +72,11 @@ def gather(moe, tier, plan, inputs, outcome_of=lambda worker, rank: OK) -> list[
 def test_pieces_cover_every_row_exactly_once(rank_tokens, num_workers):
     plan = plan_of(rank_tokens, num_workers)
     rank_starts = np.cumsum([0, *rank_tokens])
-    share = rows_per_worker(plan, num_workers)
+    share = -(-plan.num_tokens // num_workers)
     owners = np.full(plan.num_tokens, -1)
     for worker in range(num_workers):
         next_row = worker * share
-        for piece in rank_rows(plan, worker, num_workers):
+        for piece in rank_rows(plan, worker, share):
             assert piece.row == next_row
             assert 0 <= piece.start < piece.stop <= rank_tokens[piece.rank]
             assert piece.row == rank_starts[piece.rank] + piece.start
@@ -72,17 +88,20 @@ def test_pieces_cover_every_row_exactly_once(rank_tokens, num_workers):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @gather_property
-@given(rank_tokens_lists, st.integers(1, 7))
-def test_blocks_of_all_workers_unpack_to_the_inputs_in_rank_order(dtype, rank_tokens, num_workers):
+@given(rank_tokens_lists, st.integers(1, 7), st.integers(0, 3))
+def test_blocks_of_all_workers_unpack_to_the_inputs_in_rank_order(
+    dtype, rank_tokens, num_workers, extra_rows
+):
     moe, tier = configs(rank_tokens, num_workers, dtype)
     plan = plan_of(rank_tokens, num_workers)
     inputs = draw_inputs(moe, rank_tokens)
     expected = [torch.cat(tensors) for tensors in zip(*inputs)]
-    for gathered in gather(moe, tier, plan, inputs):
-        assert gathered.outcome == OK
-        for found, tensor in zip(gathered[:3], expected, strict=True):
-            assert found.dtype == tensor.dtype
-            assert torch.equal(found, tensor)
+    gathered = gather(moe, tier, plan, inputs, extra_rows=extra_rows)
+    assert first_failure(gathered.outcomes) == OK
+    for found, tensor in zip(gathered[:3], expected, strict=True):
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found[: plan.num_tokens], tensor)
+    assert (gathered.expert_ids[plan.num_tokens :] == -1).all(), "padding is no work"
 
 
 @gather_property
@@ -99,10 +118,10 @@ def test_failure_seen_by_any_worker_is_the_outcome_of_all(rank_tokens, num_worke
         return failure if (worker, rank) == (bad_worker, bad_rank) else OK
 
     inputs = draw_inputs(moe, rank_tokens)
-    for gathered in gather(moe, tier, plan, inputs, outcome_of):
-        assert gathered.outcome == failure
-        # The failed rank's rows of that worker are no work: their memory was never written.
-        assert ((gathered.expert_ids >= -1) & (gathered.expert_ids < 6)).all()
+    gathered = gather(moe, tier, plan, inputs, outcome_of)
+    assert first_failure(gathered.outcomes) == failure
+    # The failed rank's rows of that worker are no work: their memory was never written.
+    assert ((gathered.expert_ids >= -1) & (gathered.expert_ids < 6)).all()
 
 
 def test_workers_agree_on_one_of_several_failures():
@@ -119,4 +138,4 @@ def test_workers_agree_on_one_of_several_failures():
         draw_inputs(moe, rank_tokens),
         lambda worker, rank: failures.get((worker, rank), OK),
     )
-    assert {g.outcome for g in gathered} == {Outcome(ReplyStatus.RANK_LOST, 1)}
+    assert first_failure(gathered.outcomes) == Outcome(ReplyStatus.RANK_LOST, 1)

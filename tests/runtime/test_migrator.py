@@ -11,6 +11,7 @@ import torch
 
 from afore_kernels.config import MoEConfig
 from afore_kernels.plan import Plan, PrimaryPlacement, ReplicaCopy, Target
+from afore_kernels.runtime.devices.cpu import CpuDevice
 from afore_kernels.runtime.migrator import Migrator
 from afore_kernels.runtime.timeline import Stage, Track, read_events
 from afore_kernels.runtime.weights import ExpertSlots, RandomWeights
@@ -40,7 +41,7 @@ class ScriptedStream:
     def __init__(self) -> None:
         self._queue: deque[Callable[[], None] | ScriptedEvent] = deque()
 
-    def submit(self, work: Callable[[], None]) -> None:
+    def submit(self, work: Callable[[], None], *, reads=(), writes=()) -> None:
         self._queue.append(work)
 
     def record_event(self) -> ScriptedEvent:
@@ -67,6 +68,17 @@ class ScriptedStream:
         return True
 
 
+class ScriptedDevice(CpuDevice):
+    """A device whose migration stream is the test's."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout_s=20)
+        self.migration = ScriptedStream()
+
+    def migration_stream(self) -> ScriptedStream:
+        return self.migration
+
+
 class Scene:
     """Worker 0 of two, its migrator and both streams."""
 
@@ -80,9 +92,10 @@ class Scene:
             self.slots.append(ExpertSlots(moe, PLACEMENT, worker, segment))
             self.slots[worker].load_primaries(self.source)
             segment.close()
-        self.model, self.migration = ScriptedStream(), ScriptedStream()
+        device = ScriptedDevice()
+        self.model, self.migration = ScriptedStream(), device.migration
         track = Track(self.memory, f"worker {WORKER} migration")
-        self.migrator = migrator_class(WORKER, PLACEMENT, self.slots, self.migration, track)
+        self.migrator = migrator_class(WORKER, PLACEMENT, self.slots, device, track)
         self.seen: list[int | None] = []
 
     def expert_in(self, slot: int, layer: int = 0, worker: int = WORKER) -> int | None:
@@ -218,12 +231,12 @@ class NeverWaits(Migrator):
 
 
 class CopiesFromReplica(Migrator):
-    def _copy(self, layer, expert, slot):
+    def _copy(self, layer, expert, donor, slot):
         mine = self._slots[self._worker]
-        other = mine.num_primaries + 1 - slot
-        super()._copy(layer, expert, slot)
+        super()._copy(layer, expert, donor, slot)
         if slot == 1:
-            mine.copy_expert(layer, mine.num_primaries + slot, mine, other)
+            first = mine.num_primaries
+            self._device.copy(mine.expert_copies(layer, first + 1, mine, first))
 
 
 class PullsEveryCopy(Migrator):

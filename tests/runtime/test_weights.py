@@ -8,6 +8,7 @@ import torch
 from afore_kernels.config import MoEConfig
 from afore_kernels.errors import ShapeError
 from afore_kernels.plan import PrimaryPlacement
+from afore_kernels.runtime.devices.cpu import CpuDevice
 from afore_kernels.runtime.shared import Segment
 from afore_kernels.runtime.weights import (
     ExpertSlots,
@@ -67,7 +68,7 @@ def test_copy_moves_every_tensor_of_one_expert_and_nothing_else():
     moe = config()
     receiver, donor = new_slots(moe)
     before = {name: getattr(receiver, name).clone() for name in ExpertTensors._fields}
-    receiver.copy_expert(1, receiver.num_primaries, donor, 1)
+    CpuDevice(20).copy(receiver.expert_copies(1, receiver.num_primaries, donor, 1))
     expected = RandomWeights(moe).expert(1, receiver.num_primaries + 1)
     for name in ExpertTensors._fields:
         after = getattr(receiver, name)

@@ -14,10 +14,12 @@ from afore_kernels.config import Activation
 from afore_kernels.errors import InfeasiblePlanError, PeerLost
 from afore_kernels.gemm.reference import reference_moe_ffn
 from afore_kernels.partition.demand import count_demand
-from afore_kernels.partition.intervals import pair_intervals
 from afore_kernels.plan import Plan, Target
 from afore_kernels.runtime.collectives import Collectives
-from afore_kernels.runtime.devices.cpu import InlineStream, ThreadStream
+from afore_kernels.runtime.devices import Stream
+from afore_kernels.runtime.devices.cpu import CpuDevice
+from afore_kernels.runtime.executors.host import HostExecutor
+from afore_kernels.runtime.lanes import NUM_LANES
 from afore_kernels.runtime.memory import PLAN_BELL, TierMemory, deadline_after
 from afore_kernels.runtime.migrator import Migrator
 from afore_kernels.runtime.plan_ring import PlanReader
@@ -25,7 +27,7 @@ from afore_kernels.runtime.shared import advance
 from afore_kernels.runtime.timeline import Stage, Track, read_events
 from afore_kernels.runtime.transports.local import OK, LocalTransport
 from afore_kernels.runtime.weights import ExpertSlots, RandomWeights
-from afore_kernels.runtime.worker import FfnWorker, PreparedPlan
+from afore_kernels.runtime.worker import FfnWorker
 from afore_kernels.testing import make_routing, random_plan
 
 NUM_WORKERS, NUM_EXPERTS, NUM_TOKENS, TILE_M = 3, 7, 24, 4
@@ -48,18 +50,18 @@ class ThreadCollectives(Collectives):
         self._shared = shared
         self._barrier = barrier
 
-    def _exchange(self, mine: torch.Tensor) -> torch.Tensor:
-        self._shared[self._worker] = mine
+    def _exchange(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        self._shared[self._worker] = mine.clone()
         self._barrier.wait(20)
-        stacked = torch.stack(self._shared)
+        all_of_them = list(self._shared)
         self._barrier.wait(20)
-        return stacked
+        return all_of_them
 
-    def all_gather(self, block: torch.Tensor) -> torch.Tensor:
-        return self._exchange(block)
+    def all_gather(self, stream: Stream, blocks: torch.Tensor, **names: object) -> None:
+        blocks.copy_(torch.stack(self._exchange(blocks[self._worker])))
 
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        return self._exchange(partial).sum(0)
+    def reduce(self, stream: Stream, output: torch.Tensor, **names: object) -> None:
+        output.copy_(torch.stack(self._exchange(output)).sum(0))
 
 
 class FallsBackAlone(FfnWorker):
@@ -69,8 +71,8 @@ class FallsBackAlone(FfnWorker):
         super()._read_plan()
         assert self._pending is not None
         alone = self._pending.plan.without_replicas()
-        own = pair_intervals(alone, self._memory.placement, self._worker)
-        self._pending = PreparedPlan(alone, own, own.tile_schedule(alone.tile_m))
+        size = self._executor.stage(self._pending.lane.index, alone)
+        self._pending = self._pending._replace(plan=alone, size=size)
 
 
 class Threads:
@@ -97,9 +99,17 @@ class Threads:
         self.runs = []
         for w, kind in enumerate(kinds):
             track = Track(memory, f"worker {w} migration")
-            migrator = Migrator(w, placement, slots, ThreadStream(f"copies {w}", 20), track)
-            collectives = ThreadCollectives(w, shared, barrier)
-            worker = kind(w, memory, slots[w], migrator, InlineStream(20), collectives)
+            device = CpuDevice(20)
+            worker = kind(
+                w,
+                memory,
+                HostExecutor(w, memory.moe, placement, slots[w], NUM_LANES),
+                Migrator(w, placement, slots, device, track),
+                device,
+                ThreadCollectives(w, shared, barrier),
+                PlanReader(memory, w),
+                LocalTransport(memory),
+            )
             self.runs.append(background(worker.run))
 
     def publish(self, plan: Plan) -> None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
+
 
 class Buffer(NamedTuple):
     """The name of a piece of memory; equal names are the same memory, others never overlap.
@@ -56,3 +58,35 @@ class Stream(Protocol):
 
     def close(self) -> None:
         """Finish the submitted work and release the stream."""
+
+
+TensorCopy = tuple[torch.Tensor, torch.Tensor]
+"""(destination, source), of one shape and dtype."""
+
+
+class Device(Protocol):
+    """What one worker needs of its device.
+
+    Attributes:
+        torch_device: where its tensors live.
+    """
+
+    torch_device: torch.device
+
+    def model_stream(self) -> Stream:
+        """Create the stream of partition, GEMMs and combine."""
+
+    def migration_stream(self) -> Stream:
+        """Create the stream of expert copies."""
+
+    def completions(self, stream: Stream) -> Stream:
+        """A stream of host work that may wait for events of `stream`; perhaps `stream` itself."""
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Allocate host memory that the device's copies can reach, uint8 [num_bytes]."""
+
+    def copy(self, copies: Sequence[TensorCopy]) -> None:
+        """Copy, as part of the work that calls it."""
+
+    def touch(self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
+        """Note that the host itself accesses the named buffers now."""

@@ -6,8 +6,10 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+import torch
+
 from afore_kernels.errors import PeerLost
-from afore_kernels.runtime.devices import Buffer, Event
+from afore_kernels.runtime.devices import Buffer, Event, Stream, TensorCopy
 
 
 class CpuEvent:
@@ -115,3 +117,40 @@ class ThreadStream:
                 work()
             except BaseException as error:  # reported by every later event
                 self._error = error
+
+
+class CpuDevice:
+    """A worker's share of the CPU; its work is host work, so streams are their own completions.
+
+    Args:
+        timeout_s: longest wait for an event.
+    """
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    def model_stream(self) -> InlineStream:
+        """The calling thread."""
+        return InlineStream(self._timeout_s)
+
+    def migration_stream(self) -> ThreadStream:
+        """A thread of its own."""
+        return ThreadStream("migration-stream", self._timeout_s)
+
+    def completions(self, stream: Stream) -> Stream:
+        """The stream itself."""
+        return stream
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Allocate uint8 [num_bytes]."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copy(self, copies: Sequence[TensorCopy]) -> None:
+        """Copy one after another."""
+        for destination, source in copies:
+            destination.copy_(source)
+
+    def touch(self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
+        """Nothing to note."""
