@@ -33,7 +33,7 @@ class Executor(Protocol):
     def partition(self, lane: int, gathered: Gathered) -> None:
         """Select exactly this worker's pairs (Eq. 11) and check the staged plan's counts."""
 
-    def run_experts(self, layer: int, gathered: Gathered, partial: torch.Tensor) -> None:
+    def run_experts(self, layer: int, gathered: Gathered, out: torch.Tensor) -> None:
         """Write this worker's partial output, fp32 [num_rows, H], of the pairs selected last."""
 
     def mismatched_expert(self, lane: int) -> int:

@@ -70,7 +70,7 @@ class HostExecutor:
         self._tiles = partition.tiles
         self._mismatched[lane] = partition.mismatched_expert
 
-    def run_experts(self, layer: int, gathered: Gathered, partial: torch.Tensor) -> None:
+    def run_experts(self, layer: int, gathered: Gathered, out: torch.Tensor) -> None:
         """Run the selected pairs and this worker's columns of the shared expert."""
         slots, tiles = self._slots, self._tiles
         assert tiles is not None
@@ -91,7 +91,7 @@ class HostExecutor:
                 slots.shared_down[layer],
                 activation=self._activation,
             )
-        partial.copy_(routed)
+        out.copy_(routed)
 
     def mismatched_expert(self, lane: int) -> int:
         """Of the lane's last partition."""
