@@ -33,6 +33,11 @@ COMMANDS = {
     "tune": Command(
         "afore_kernels.tune", "", "measure kernel block sizes on this GPU and write a tile table"
     ),
+    "doctor": Command(
+        "afore_kernels.doctor",
+        "",
+        "say what this machine has, what a tier will use, and what is missing",
+    ),
 }
 
 
