@@ -17,6 +17,8 @@ ActivationKind = Literal["silu", "gelu_tanh", "relu2", "none"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 PolicyName = Literal["afore", "static"]
 DemandSource = Literal["target", "previous_step"]
+DeviceName = Literal["cpu", "cuda"]
+CopyPath = Literal["copy_engine", "sm"]
 Reduction = Literal["all_reduce", "reduce_scatter"]
 
 INT32_MAX = 2**31 - 1
@@ -154,6 +156,7 @@ class TierConfig(_JsonRecord):
 
     Attributes:
         num_workers: FFN workers N.
+        device: `cpu`, or `cuda`: worker w on GPU `w % num_gpus`.
         num_ranks: attention ranks that feed the tier.
         max_tokens_per_rank: most tokens of one rank in one microbatch.
         redundant_slots: replica slots R per worker and layer, beside its primaries.
@@ -166,6 +169,9 @@ class TierConfig(_JsonRecord):
         overlap_copies: submit copies when the plan is read; False puts them on the critical path
             (ablation).
         reduction: `all_reduce` the workers' outputs, or `reduce_scatter` them to the rows' owners.
+        copy_path: on GPUs, `copy_engine`, or `sm`: a kernel, which needs idle multiprocessors.
+        idle_sms: on GPUs, multiprocessors that the GEMMs leave to copies.
+        cuda_graphs: on GPUs, replay a target's kernels as CUDA graphs.
         targets_in_flight: depth of every per-rank queue; a rank may be this far ahead of its
             replies.
         plan_ring_depth: plans kept in the ring; recent ones stay readable for reports.
@@ -183,6 +189,7 @@ class TierConfig(_JsonRecord):
     """
 
     num_workers: int
+    device: DeviceName = "cpu"
     num_ranks: int = 1
     max_tokens_per_rank: int = 1024
     redundant_slots: int = 2
@@ -193,6 +200,9 @@ class TierConfig(_JsonRecord):
     demand_source: DemandSource = "target"
     overlap_copies: bool = True
     reduction: Reduction = "all_reduce"
+    copy_path: CopyPath = "copy_engine"
+    idle_sms: int = 0
+    cuda_graphs: bool = True
     targets_in_flight: int = 4
     plan_ring_depth: int = 4096
     tile_time_us: float = 50.0
@@ -217,7 +227,10 @@ class TierConfig(_JsonRecord):
         _require_choice("policy", self.policy, get_args(PolicyName))
         _require_choice("demand_source", self.demand_source, get_args(DemandSource))
         _require_choice("reduction", self.reduction, get_args(Reduction))
-        for name in ("refine_plans", "overlap_copies", "measure_window"):
+        _require_choice("device", self.device, get_args(DeviceName))
+        _require_choice("copy_path", self.copy_path, get_args(CopyPath))
+        _require_int("idle_sms", self.idle_sms, 0, 1024)
+        for name in ("refine_plans", "overlap_copies", "measure_window", "cuda_graphs"):
             _require(isinstance(getattr(self, name), bool), f"{name} must be true or false")
         _require_int("targets_in_flight", self.targets_in_flight, 1, 1024)
         _require_int("plan_ring_depth", self.plan_ring_depth, 1, 2**20)

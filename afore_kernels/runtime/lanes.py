@@ -52,12 +52,20 @@ class TargetBuffers:
         worker: this worker.
         device: of this worker.
         executor: of this worker.
+        num_lanes: most targets from reading the plan to the reply.
 
     Attributes:
         blocks_name, gathered_name, tiles_name, partial_name: of the static buffers.
     """
 
-    def __init__(self, memory: TierMemory, worker: int, device: Device, executor: Executor) -> None:
+    def __init__(
+        self,
+        memory: TierMemory,
+        worker: int,
+        device: Device,
+        executor: Executor,
+        num_lanes: int = NUM_LANES,
+    ) -> None:
         self._memory = memory
         self._worker = worker
         self._executor = executor
@@ -79,7 +87,7 @@ class TargetBuffers:
                 block_name=Buffer("block", (worker, lane)),
                 status_name=Buffer("status", (worker, lane)),
             )
-            for lane in range(NUM_LANES)
+            for lane in range(num_lanes)
         ]
         self._blocks = empty(torch.uint8, tier.num_workers * block_bytes)
         self._gathered = Gathered(
@@ -100,11 +108,11 @@ class TargetBuffers:
         Raises:
             PeerLost: if that reply does not come within `reply_timeout_s`; or what failed.
         """
-        lane = self._lanes[plan.sequence % NUM_LANES]
+        lane = self._lanes[plan.sequence % len(self._lanes)]
         timeout_s = self._memory.tier.reply_timeout_s
         if lane.replied is not None and not lane.replied.wait(timeout_s):
             raise PeerLost(
-                f"worker {self._worker} did not finish target {plan.sequence - NUM_LANES} "
+                f"worker {self._worker} did not finish target {plan.sequence - len(self._lanes)} "
                 f"within {timeout_s} s"
             )
         return lane

@@ -20,6 +20,7 @@ from afore_kernels.config import MoEConfig, TierConfig
 from afore_kernels.errors import AforeError, PeerLost
 from afore_kernels.runtime.admission import Admission
 from afore_kernels.runtime.client import AttentionClient, socket_address
+from afore_kernels.runtime.device_weights import note_loaded
 from afore_kernels.runtime.memory import TierMemory
 from afore_kernels.runtime.processes import Child, Launcher, reported_error
 from afore_kernels.runtime.shared import RUNNING
@@ -146,6 +147,7 @@ class Tier:
         for worker, weight_segment in enumerate(self._weight_segments):
             slots = ExpertSlots(moe, self._memory.placement, worker, weight_segment)
             slots.load_primaries(weights)
+        note_loaded(self._memory)
         deadline = time.monotonic() + tier.startup_timeout_s
         for child in self._children:
             child.socket.settimeout(max(deadline - time.monotonic(), 0.01))

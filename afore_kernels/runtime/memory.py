@@ -35,8 +35,8 @@ from afore_kernels.runtime.shared import (
     wait_at_least,
 )
 
-DEMAND_BELL, PLAN_BELL, ACK_BELL, INPUT_BELL, REPLY_BELL = range(5)
-NUM_BELLS = 5
+DEMAND_BELL, PLAN_BELL, ACK_BELL, INPUT_BELL, REPLY_BELL, WEIGHTS_BELL = range(6)
+NUM_BELLS = 6
 
 AWAITED, CONNECTED, LOST = 0, 1, 2
 """States of an attention rank: no client yet, served, or its client is gone (counts as empty)."""
@@ -140,7 +140,7 @@ def primary_placement(moe: MoEConfig, tier: TierConfig) -> PrimaryPlacement:
 
 
 def _all_fields(moe: MoEConfig, tier: TierConfig) -> dict[str, Field]:
-    from afore_kernels.runtime import mailbox, plan_ring, timeline, window
+    from afore_kernels.runtime import device_weights, mailbox, plan_ring, timeline, window
     from afore_kernels.runtime.transports import local
 
     return {
@@ -153,4 +153,5 @@ def _all_fields(moe: MoEConfig, tier: TierConfig) -> dict[str, Field]:
         **local.fields(moe, tier),
         **timeline.fields(tier),
         **window.fields(tier),
+        **device_weights.fields(tier),
     }

@@ -12,6 +12,7 @@ futex, and ends at a deadline or when the tier stops.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import platform
@@ -87,22 +88,28 @@ class Field(NamedTuple):
 
 def layout_bytes(fields: dict[str, Field]) -> int:
     """Bytes that `map_fields` needs for `fields`."""
-    return sum(_field_bytes(field) for field in fields.values())
+    return sum(field_bytes(field) for field in fields.values())
+
+
+def field_starts(fields: dict[str, Field]) -> dict[str, int]:
+    """The byte at which each field begins: in order, each on its own cache line."""
+    ends = itertools.accumulate(field_bytes(field) for field in fields.values())
+    return dict(zip(fields, (0, *ends)))
 
 
 def map_fields(segment: Segment, fields: dict[str, Field]) -> dict[str, Array]:
-    """View a segment as the given arrays, each on its own cache line, in order."""
-    arrays, offset = {}, 0
-    for name, field in fields.items():
-        dtype = np.dtype(field.dtype)
+    """View a segment as the given arrays."""
+    arrays = {}
+    for name, start in field_starts(fields).items():
+        field = fields[name]
         count = int(np.prod(field.shape, dtype=np.int64))
-        flat = np.frombuffer(segment.buffer, dtype, count, offset)
+        flat = np.frombuffer(segment.buffer, np.dtype(field.dtype), count, start)
         arrays[name] = flat.reshape(field.shape)
-        offset += _field_bytes(field)
     return arrays
 
 
-def _field_bytes(field: Field) -> int:
+def field_bytes(field: Field) -> int:
+    """Bytes of a field, whole cache lines."""
     num_bytes = np.dtype(field.dtype).itemsize * int(np.prod(field.shape, dtype=np.int64))
     return max(-(-num_bytes // CACHE_LINE), 1) * CACHE_LINE
 

@@ -7,6 +7,7 @@ replicas from its primaries.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from afore_kernels.config import MoEConfig
 from afore_kernels.errors import ShapeError
 from afore_kernels.plan import PrimaryPlacement
 from afore_kernels.runtime.devices import TensorCopy
-from afore_kernels.runtime.shared import Field, Segment, layout_bytes, map_fields
+from afore_kernels.runtime.shared import Field, Segment, field_bytes, field_starts, layout_bytes
 from afore_kernels.runtime.transports.local import torch_dtype
 
 
@@ -93,6 +94,12 @@ class RandomWeights:
 class ExpertSlots:
     """One worker's expert weights, all layers.
 
+    Args:
+        moe: shapes.
+        placement: of the tier.
+        worker: whose weights.
+        memory: a segment, or memory of a device, uint8 of at least `weight_bytes`.
+
     Attributes:
         gate_up: [num_layers, num_slots, 2I, H].
         down: [num_layers, num_slots, H, I].
@@ -103,15 +110,26 @@ class ExpertSlots:
     """
 
     def __init__(
-        self, moe: MoEConfig, placement: PrimaryPlacement, worker: int, segment: Segment
+        self,
+        moe: MoEConfig,
+        placement: PrimaryPlacement,
+        worker: int,
+        memory: Segment | torch.Tensor,
     ) -> None:
         self.worker = worker
         self.num_primaries = len(placement.primaries(worker))
         self._placement = placement
         self._moe = moe
-        arrays = map_fields(segment, _fields(moe, placement, worker))
+        if isinstance(memory, Segment):
+            memory = torch.frombuffer(memory.buffer, dtype=torch.uint8)
+        fields = _fields(moe, placement, worker)
         dtype = torch_dtype(moe)
-        tensors = {name: torch.from_numpy(array).view(dtype) for name, array in arrays.items()}
+        tensors = {
+            name: memory[start : start + field_bytes(fields[name])]
+            .view(dtype)[: math.prod(fields[name].shape)]
+            .view(fields[name].shape)
+            for name, start in field_starts(fields).items()
+        }
         self.gate_up = tensors["gate_up"]
         self.down = tensors["down"]
         self.gate_up_bias = tensors.get("gate_up_bias")
@@ -122,8 +140,7 @@ class ExpertSlots:
     @staticmethod
     def create_segment(moe: MoEConfig, placement: PrimaryPlacement, worker: int) -> Segment:
         """Create the zeroed weight memory of one worker."""
-        num_bytes = layout_bytes(_fields(moe, placement, worker))
-        return Segment.create(f"afore-weights-{worker}", num_bytes)
+        return Segment.create(f"afore-weights-{worker}", weight_bytes(moe, placement, worker))
 
     def load_primaries(self, source: WeightSource) -> None:
         """Fill the primaries and the shared share of every layer from `source`.
@@ -162,6 +179,11 @@ class ExpertSlots:
             for name in ExpertTensors._fields
             if (tensor := getattr(self, name)) is not None
         ]
+
+
+def weight_bytes(moe: MoEConfig, placement: PrimaryPlacement, worker: int) -> int:
+    """Size of one worker's weight memory."""
+    return layout_bytes(_fields(moe, placement, worker))
 
 
 def shared_columns(moe: MoEConfig, placement: PrimaryPlacement, worker: int) -> slice:

@@ -43,6 +43,7 @@ class FfnWorker:
         worker: index of this worker.
         memory: the tier's shared memory.
         executor: of this worker.
+        buffers: of this worker.
         migrator: of this worker.
         device: of this worker.
         collectives: between the workers.
@@ -55,6 +56,7 @@ class FfnWorker:
         worker: int,
         memory: TierMemory,
         executor: Executor,
+        buffers: TargetBuffers,
         migrator: Migrator,
         device: Device,
         collectives: Collectives,
@@ -64,6 +66,7 @@ class FfnWorker:
         self._worker = worker
         self._memory = memory
         self._executor = executor
+        self._buffers = buffers
         self._migrator = migrator
         self._device = device
         self._model_stream = device.model_stream()
@@ -71,7 +74,6 @@ class FfnWorker:
         self._collectives = collectives
         self._plans = plans
         self._transport = transport
-        self._buffers = TargetBuffers(memory, worker, device, executor)
         self._track = Track(memory, f"worker {worker} model")
         self._overlap_copies = memory.tier.overlap_copies
         self._pending: PreparedPlan | None = None

@@ -130,6 +130,7 @@ def run_target(clients: list[AttentionClient], target: Target, tokens: list[int]
         (4, {"policy": "static"}),
         (4, {"demand_source": "previous_step"}),
         (4, {"overlap_copies": False, "redundant_slots": 1}),
+        (3, {"reduction": "reduce_scatter"}),
         (8, {"compactness_threshold": 1, "redundant_slots": 3}),
     ],
 )
@@ -414,6 +415,9 @@ def test_failed_start_leaves_nothing_behind() -> None:
         Tier.start(MOE, tier_config(2), Misshapen(MOE, integer=True))
     with pytest.raises(PeerLost, match="not ready within"):
         Tier.start(MOE, tier_config(1, startup_timeout_s=0.05), WEIGHTS)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="device 'cuda' needs a CUDA build of torch"):
+            Tier.start(MOE, tier_config(2, device="cuda"), WEIGHTS)
 
 
 def test_timeline_holds_every_stage_of_every_target(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from afore_kernels.runtime.collectives import Collectives
 from afore_kernels.runtime.devices import Stream
 from afore_kernels.runtime.devices.cpu import CpuDevice
 from afore_kernels.runtime.executors.host import HostExecutor
-from afore_kernels.runtime.lanes import NUM_LANES
+from afore_kernels.runtime.lanes import NUM_LANES, TargetBuffers
 from afore_kernels.runtime.memory import PLAN_BELL, TierMemory, deadline_after
 from afore_kernels.runtime.migrator import Migrator
 from afore_kernels.runtime.plan_ring import PlanReader
@@ -100,10 +100,12 @@ class Threads:
         for w, kind in enumerate(kinds):
             track = Track(memory, f"worker {w} migration")
             device = CpuDevice(20)
+            executor = HostExecutor(w, memory.moe, placement, slots[w], NUM_LANES)
             worker = kind(
                 w,
                 memory,
-                HostExecutor(w, memory.moe, placement, slots[w], NUM_LANES),
+                executor,
+                TargetBuffers(memory, w, device, executor),
                 Migrator(w, placement, slots, device, track),
                 device,
                 ThreadCollectives(w, shared, barrier),
