@@ -14,7 +14,8 @@ import torch
 
 from afore_kernels.config import TierConfig
 from afore_kernels.errors import PeerLost
-from afore_kernels.runtime.devices.cuda import CudaDevice, DeviceMemory
+from afore_kernels.runtime.devices.cuda import CudaDevice
+from afore_kernels.runtime.devices.cuda_memory import DeviceMemory
 from afore_kernels.runtime.memory import WEIGHTS_BELL, TierMemory, deadline_after
 from afore_kernels.runtime.shared import Field, Segment, advance, counters
 from afore_kernels.runtime.weights import ExpertSlots, weight_bytes

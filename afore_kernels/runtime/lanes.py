@@ -7,20 +7,31 @@ whose addresses never change: a captured graph follows every target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from afore_kernels.errors import PeerLost
 from afore_kernels.plan import Plan
-from afore_kernels.runtime.devices import Buffer, Device, Event
+from afore_kernels.runtime.devices import Buffer, Device, Event, Stamp
 from afore_kernels.runtime.executors import Executor
 from afore_kernels.runtime.gather import Gathered, GatherLayout
 from afore_kernels.runtime.memory import TierMemory
+from afore_kernels.runtime.timeline import Stage
 from afore_kernels.runtime.transports.local import torch_dtype
 
 NUM_LANES = 4
 """Targets per worker from reading the plan to the reply: one pending, the others run ahead."""
+
+
+class Timing(NamedTuple):
+    """When the device ran one stage of a target; `value` as in `Stage`."""
+
+    stage: Stage
+    start: Stamp
+    end: Stamp
+    value: int
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +53,7 @@ class Lane:
     plan_name: Buffer
     block_name: Buffer
     status_name: Buffer
+    timings: list[Timing] = field(default_factory=list)
 
 
 class TargetBuffers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,18 +94,20 @@ def record_event(recorded, events, track, stage, sequence, start_ns, end_ns, val
 
 
 class Track:
-    """One process's (or stream's) end of the timeline."""
+    """One process's (or stream's) end of the timeline; its threads take turns."""
 
     def __init__(self, memory: TierMemory, name: str) -> None:
         self._recorded = memory.arrays["events_recorded"]
         self._events = memory.arrays["events"]
         self._track = track_names(memory.tier).index(name)
+        self._lock = threading.Lock()
 
     def record(self, stage: Stage, sequence: int, start_ns: int, end_ns: int, value: int) -> None:
         """Append one event."""
-        record_event(
-            self._recorded, self._events, self._track, stage, sequence, start_ns, end_ns, value
-        )
+        with self._lock:
+            record_event(
+                self._recorded, self._events, self._track, stage, sequence, start_ns, end_ns, value
+            )
 
 
 def read_events(memory: TierMemory) -> Iterator[Event]:

@@ -17,7 +17,7 @@ from afore_kernels.runtime.collectives import Collectives
 from afore_kernels.runtime.devices import Device
 from afore_kernels.runtime.executors import Executor, ShareSize
 from afore_kernels.runtime.gather import GatherBlock, GatherLayout, first_failure, rank_rows
-from afore_kernels.runtime.lanes import Lane, TargetBuffers
+from afore_kernels.runtime.lanes import Lane, TargetBuffers, Timing
 from afore_kernels.runtime.memory import TierMemory, deadline_after
 from afore_kernels.runtime.migrator import Migrator
 from afore_kernels.runtime.plan_ring import PlanReader
@@ -109,18 +109,18 @@ class FfnWorker:
     def _read_plan(self) -> None:
         """R and S: wait for the next plan, and submit its copies at once."""
         plan = self._plans.read(FOREVER_NS)
-        with self._timed(Stage.COPIES_SUBMITTED, plan) as event:
-            if self._latest_plan is not None:
-                plan.validate_after(self._latest_plan)
-            self._latest_plan = plan
-            submitted_ns = time.monotonic_ns()
-            if self._overlap_copies:
-                event.value = self._migrator.submit(plan)
-            lane = self._buffers.claim_lane(plan)
-            self._device.touch(writes=[lane.plan_name])
-            size = self._executor.stage(lane.index, plan)
-            layout = self._buffers.layout(plan)
-            self._pending = PreparedPlan(plan, lane, layout, size, submitted_ns)
+        start_ns = time.monotonic_ns()
+        if self._latest_plan is not None:
+            plan.validate_after(self._latest_plan)
+        self._latest_plan = plan
+        submitted_ns = time.monotonic_ns()
+        num_copies = self._migrator.submit(plan) if self._overlap_copies else 0
+        lane = self._buffers.claim_lane(plan)
+        self._device.touch(writes=[lane.plan_name])
+        size = self._executor.stage(lane.index, plan)
+        layout = self._buffers.layout(plan)
+        self._pending = PreparedPlan(plan, lane, layout, size, submitted_ns)
+        self._record(Stage.COPIES_SUBMITTED, plan, start_ns, num_copies)
 
     def _read_next_plan_if_published(self) -> None:
         if self._pending is None and self._plans.is_published():
@@ -131,24 +131,25 @@ class FfnWorker:
         plan, lane = prepared.plan, prepared.lane
         block = GatherBlock(prepared.layout, plan, self._worker, lane.block)
         self._device.touch(writes=[lane.block_name])
-        with self._timed(Stage.INPUT, plan, plan.num_tokens):
-            deadline_ns = deadline_after(self._memory.tier.reply_timeout_s)
-            for rank in range(self._memory.tier.num_ranks):
-                num_tokens = int(plan.rank_tokens[rank])
-                outcome = OK
-                if num_tokens:
-                    self._read_next_plan_if_published()
-                    outcome = self._transport.wait_input(
-                        rank, plan.sequence, plan.target, num_tokens, deadline_ns
-                    )
-                self._device.touch(reads=[self._buffers.input_name(rank, plan)])
-                rows = self._transport.input_rows(rank, plan.sequence, num_tokens)
-                block.add_rank(rank, outcome, rows)
+        start_ns = time.monotonic_ns()
+        deadline_ns = deadline_after(self._memory.tier.reply_timeout_s)
+        for rank in range(self._memory.tier.num_ranks):
+            num_tokens = int(plan.rank_tokens[rank])
+            outcome = OK
+            if num_tokens:
+                self._read_next_plan_if_published()
+                outcome = self._transport.wait_input(
+                    rank, plan.sequence, plan.target, num_tokens, deadline_ns
+                )
+            self._device.touch(reads=[self._buffers.input_name(rank, plan)])
+            rows = self._transport.input_rows(rank, plan.sequence, num_tokens)
+            block.add_rank(rank, outcome, rows)
+        self._record(Stage.INPUT, plan, start_ns, plan.num_tokens)
 
     def _gather(self, prepared: PreparedPlan) -> None:
         """All-gather the workers' rows, so all see the same."""
         lane, buffers = prepared.lane, self._buffers
-        with self._timed(Stage.GATHER, prepared.plan, prepared.plan.num_tokens):
+        with self._timed(Stage.GATHER, prepared, prepared.plan.num_tokens):
             self._model_stream.submit(
                 partial(buffers.upload, prepared.layout, lane),
                 reads=[lane.block_name],
@@ -172,7 +173,7 @@ class FfnWorker:
         lookahead_ns = time.monotonic_ns() - prepared.submitted_ns
         self._memory.arrays["lookahead_ns"][self._worker] = max(1, lookahead_ns)
         num_copies = int(plan.slot_copy[self._worker].sum())
-        with self._timed(Stage.COPY_WAIT, plan, num_copies):
+        with self._timed(Stage.COPY_WAIT, prepared, num_copies):
             if not self._overlap_copies:
                 self._migrator.submit(plan)
             self._migrator.make_ready(plan, self._model_stream)
@@ -181,7 +182,7 @@ class FfnWorker:
         """Select exactly this worker's pairs (Eq. 11) and check the plan's counts."""
         lane, buffers = prepared.lane, self._buffers
         gathered = buffers.gathered(prepared.layout)
-        with self._timed(Stage.PARTITION, prepared.plan, prepared.size.num_tiles):
+        with self._timed(Stage.PARTITION, prepared, prepared.size.num_tiles):
             self._model_stream.submit(
                 partial(self._executor.partition, lane.index, gathered),
                 reads=[lane.plan_name, buffers.gathered_name],
@@ -193,7 +194,7 @@ class FfnWorker:
         plan, buffers = prepared.plan, self._buffers
         layer = plan.target.layer
         gathered, out = buffers.gathered(prepared.layout), buffers.partial(prepared.layout)
-        with self._timed(Stage.GEMM, plan, prepared.size.num_pairs):
+        with self._timed(Stage.GEMM, prepared, prepared.size.num_pairs):
             self._model_stream.submit(
                 partial(self._executor.run_experts, layer, gathered, out),
                 reads=[
@@ -208,7 +209,7 @@ class FfnWorker:
     def _reduce(self, prepared: PreparedPlan) -> None:
         """Add up the workers' partial outputs."""
         buffers = self._buffers
-        with self._timed(Stage.REDUCE, prepared.plan, prepared.plan.num_tokens):
+        with self._timed(Stage.REDUCE, prepared, prepared.plan.num_tokens):
             self._collectives.reduce(
                 self._model_stream,
                 buffers.partial(prepared.layout),
@@ -219,7 +220,7 @@ class FfnWorker:
     def _write_reply(self, prepared: PreparedPlan) -> None:
         """F2A: write this worker's share of the rows to the ranks' reply slots."""
         plan, buffers = prepared.plan, self._buffers
-        with self._timed(Stage.REPLY, plan, plan.num_tokens):
+        with self._timed(Stage.REPLY, prepared, plan.num_tokens):
             self._model_stream.submit(
                 partial(self._write_share, prepared),
                 reads=[buffers.partial_name],
@@ -248,19 +249,20 @@ class FfnWorker:
             outcome = first_failure(lane.outcomes)
             if outcome == OK and self._executor.mismatched_expert(lane.index) >= 0:
                 outcome = Outcome(ReplyStatus.COUNT_MISMATCH)
+        for stage, start, end, value in lane.timings:
+            self._track.record(stage, plan.sequence, start(), end(), value)
+        lane.timings.clear()
         for rank in range(self._memory.tier.num_ranks):
             self._transport.reply(self._worker, rank, plan.sequence, outcome)
 
+    def _record(self, stage: Stage, plan: Plan, start_ns: int, value: int) -> None:
+        """Note what the host did since `start_ns`."""
+        self._track.record(stage, plan.sequence, start_ns, time.monotonic_ns(), value)
+
     @contextmanager
-    def _timed(self, stage: Stage, plan: Plan, value: int = 0) -> Iterator[_Timed]:
-        event = _Timed(value)
-        start_ns = time.monotonic_ns()
-        yield event
-        self._track.record(stage, plan.sequence, start_ns, time.monotonic_ns(), event.value)
-
-
-class _Timed:
-    """The value of the event being timed, which its body may set."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
+    def _timed(self, stage: Stage, prepared: PreparedPlan, value: int) -> Iterator[None]:
+        """Note when the device runs what is queued meanwhile."""
+        start = self._device.stamp(self._model_stream)
+        yield
+        end = self._device.stamp(self._model_stream)
+        prepared.lane.timings.append(Timing(stage, start, end, value))

@@ -23,19 +23,36 @@ PEER_ACCESS_ALREADY_ENABLED = 704
 class RecordingEvent:
     """Passed unless it was recorded behind work that has not run."""
 
-    def __init__(self, cuda: RecordingCuda) -> None:
+    def __init__(self, cuda: RecordingCuda, enable_timing: bool) -> None:
         self._cuda = cuda
+        self._stream: RecordingStream | None = None
+        self._has_timing = enable_timing
+        self._time_ms = 0.0
         self.is_passed = True
 
     def record(self, stream: RecordingStream) -> None:
         self._cuda.log.append(("record", stream.cuda_stream))
+        self._stream = stream
         self.is_passed = False
         stream.queue(self._pass)
+
+    def synchronize(self) -> None:
+        assert self._stream is not None
+        self._cuda.run(self._stream.cuda_stream)
+        assert self.is_passed
+
+    def elapsed_time(self, end: RecordingEvent) -> float:
+        if not (self._has_timing and end._has_timing):
+            raise ValueError("an event without timing")
+        assert self.is_passed
+        assert end.is_passed
+        return end._time_ms - self._time_ms
 
     def query(self) -> bool:
         return self.is_passed
 
     def _pass(self) -> bool:
+        self._time_ms = self._cuda.now_ms
         self.is_passed = True
         return True
 
@@ -71,14 +88,15 @@ class RecordingCuda:
         self.log: list[tuple[Any, ...]] = []
         self.streams: list[RecordingStream] = []
         self.current_device: Any = None
+        self.now_ms = 0.0
         self._current_stream = self.Stream(None)
 
     def Stream(self, device: Any, priority: int = 0) -> RecordingStream:
         self.streams.append(RecordingStream(self, device, priority))
         return self.streams[-1]
 
-    def Event(self) -> RecordingEvent:
-        return RecordingEvent(self)
+    def Event(self, enable_timing: bool = False) -> RecordingEvent:
+        return RecordingEvent(self, enable_timing)
 
     def current_stream(self, device: Any = None) -> RecordingStream:
         return self._current_stream

@@ -15,25 +15,21 @@ import pytest
 import torch
 
 from afore_kernels.errors import ConfigError, PeerLost, ShapeError
-from afore_kernels.runtime.devices import cuda
+from afore_kernels.runtime.devices import cuda_streams
 from afore_kernels.runtime.devices.cpu import CpuEvent
-from afore_kernels.runtime.devices.cuda import (
+from afore_kernels.runtime.devices.cuda import CudaDevice, PeerAccess
+from afore_kernels.runtime.devices.cuda_memory import CopyPath, DeviceMemory, copy_batch
+from afore_kernels.runtime.devices.cuda_streams import (
     MIGRATION_PRIORITY,
     MODEL_PRIORITY,
-    CopyPath,
-    CudaDevice,
     CudaEvent,
     CudaStream,
-    DeviceMemory,
-    PeerAccess,
-    copy_batch,
 )
 from afore_kernels.runtime.devices.cudart import CudaError, CudaRuntime
 from tests.runtime.recording_cuda import (
     PEER_ACCESS_ALREADY_ENABLED,
     FakeCudart,
     RecordingCuda,
-    RecordingEvent,
 )
 
 TIMEOUT_S = 20.0
@@ -116,6 +112,29 @@ def test_event_passes_when_the_work_before_it_has_run() -> None:
     assert event.wait(0.0) is True
 
 
+def test_stamps_are_the_devices_times_on_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded()
+    device, cuda = recorded.device, recorded.cuda
+    monkeypatch.setattr(cuda_streams, "time", SimpleNamespace(monotonic_ns=lambda: 5_000_000))
+    stream = device.model_stream()
+    cuda.now_ms = 100.0
+    stamps = [device.stamp(stream)]  # tied to the host's clock here
+    stream.submit(lambda: cuda.launch(lambda: setattr(cuda, "now_ms", 100.25)))
+    stamps.append(device.stamp(stream))
+    stream.submit(lambda: cuda.launch(lambda: setattr(cuda, "now_ms", 103.0)))
+    stamps.append(device.stamp(stream))
+    cuda.run(handle_of(stream))
+    assert [stamp() for stamp in stamps] == [5_000_000, 5_250_000, 8_000_000]
+
+
+def test_event_without_timing_has_no_time() -> None:
+    """What the stand-in refuses, as CUDA does: the clock needs events of its own."""
+    recorded = Recorded()
+    event = recorded.device.model_stream().record_event().event
+    with pytest.raises(ValueError, match="without timing"):
+        event.elapsed_time(event)
+
+
 def test_wait_returns_soon_after_the_event(background: Callable[..., Any]) -> None:
     recorded = Recorded()
     stream = recorded.device.model_stream()
@@ -133,7 +152,7 @@ def test_wait_sleeps_longer_and_longer_up_to_a_millisecond_or_its_end(
 ) -> None:
     pauses: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append)
-    monkeypatch.setattr(cuda, "time", clock)
+    monkeypatch.setattr(cuda_streams, "time", clock)
     assert Recorded().device.model_stream().record_event().wait(4e-3) is False
     assert [round(1e6 * pause) for pause in pauses] == [50, 100, 200, 400, 800, 1000, 1000, 450]
 
@@ -491,7 +510,7 @@ def test_peer_access_fails_unless_it_is_enabled_already(status: int) -> None:
 
 def test_event_that_was_never_recorded_has_passed() -> None:
     """As of CUDA, so that the stand-in does not make a missing record look like a wait."""
-    assert RecordingEvent(RecordingCuda()).query()
+    assert RecordingCuda().Event().query()
 
 
 def on_gpu(test: Callable[..., None]) -> Any:

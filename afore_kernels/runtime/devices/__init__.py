@@ -60,6 +60,9 @@ class Stream(Protocol):
         """Finish the submitted work and release the stream."""
 
 
+Stamp = Callable[[], int]
+"""The time of a point in a stream, in ns of the monotonic clock; once the stream has passed it."""
+
 TensorCopy = tuple[torch.Tensor, torch.Tensor]
 """(destination, source), of one shape and dtype."""
 
@@ -87,6 +90,9 @@ class Device(Protocol):
 
     def copy(self, copies: Sequence[TensorCopy]) -> None:
         """Copy, as part of the work that calls it."""
+
+    def stamp(self, stream: Stream) -> Stamp:
+        """Take the time at the end of the work submitted to `stream` so far."""
 
     def touch(self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
         """Note that the host itself accesses the named buffers now."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
 
-from afore_kernels.runtime.devices import Buffer, Stream, TensorCopy
+from afore_kernels.runtime.devices import Buffer, Stamp, Stream, TensorCopy
 from afore_kernels.runtime.devices.checking import CheckingDevice, CheckingStream
 
 _POISON = 0x7F  # no expert id, and a NaN or a huge number as a weight
@@ -49,6 +50,11 @@ class CheckingWorker:
         """Copy one after another."""
         for destination, source in copies:
             destination.copy_(source)
+
+    def stamp(self, stream: Stream) -> Stamp:
+        """Take the time now: schedules have no durations."""
+        now_ns = time.monotonic_ns()
+        return lambda: now_ns
 
     def touch(self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
         """Note the accesses."""

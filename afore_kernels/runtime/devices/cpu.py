@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from afore_kernels.errors import PeerLost
-from afore_kernels.runtime.devices import Buffer, Event, Stream, TensorCopy
+from afore_kernels.runtime.devices import Buffer, Event, Stamp, Stream, TensorCopy
 
 
 class CpuEvent:
@@ -151,6 +152,11 @@ class CpuDevice:
         """Copy one after another."""
         for destination, source in copies:
             destination.copy_(source)
+
+    def stamp(self, stream: Stream) -> Stamp:
+        """Take the time now: work of the model stream has run by then."""
+        now_ns = time.monotonic_ns()
+        return lambda: now_ns
 
     def touch(self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
         """Nothing to note."""
