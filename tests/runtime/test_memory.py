@@ -6,7 +6,7 @@ import os
 import pytest
 
 from afore_kernels.errors import AforeError, MailboxTimeout, PeerLost, PlanRingTimeout
-from afore_kernels.runtime import mailbox, plan_ring, timeline, window
+from afore_kernels.runtime import device_weights, mailbox, plan_ring, timeline, window
 from afore_kernels.runtime.memory import (
     ACK_BELL,
     NUM_BELLS,
@@ -37,6 +37,7 @@ def test_no_component_shadows_a_field_of_another(make_memory):
         local.fields(memory.moe, memory.tier),
         timeline.fields(memory.tier),
         window.fields(memory.tier),
+        device_weights.fields(memory.tier),
     ]
     own = {"state", "failure", "bells", "rank_state"}
     assert len(memory.arrays) == len(own) + sum(len(fields) for fields in components)
