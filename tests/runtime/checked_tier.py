@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from afore_kernels.config import Activation, MoEConfig, TierConfig
-from afore_kernels.gemm.reference import reference_moe_ffn
+from afore_kernels.gemm.reference import reference_gated_ffn, reference_moe_ffn
 from afore_kernels.partition.demand import count_demand
 from afore_kernels.plan import Plan, PrimaryPlacement, Target
 from afore_kernels.runtime.collectives import Collectives
@@ -52,7 +53,7 @@ MOE = MoEConfig(
     tile_m=TILE_M,
     activation=Activation(kind="none"),
 )
-WEIGHTS = RandomWeights(MOE, integer=True)
+WHOLE_MOE = replace(MOE, num_layers=2, shared_intermediate_size=6, has_bias=True)
 
 
 class CheckedTarget(NamedTuple):
@@ -65,18 +66,38 @@ class CheckedTarget(NamedTuple):
     expected: torch.Tensor
 
 
-def make_targets(num_workers: int, num_targets: int, seed: int) -> list[CheckedTarget]:
-    """Targets of one layer under the planner's own plans: copies, reuse and rebinding of slots.
+def reference(moe: MoEConfig, layer: int, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Dense reference of one layer, routed and shared experts."""
+    weights = RandomWeights(moe, integer=True)
+    experts = [weights.expert(layer, expert) for expert in range(NUM_EXPERTS)]
+    tensors = [None if one[0] is None else torch.stack(list(one)) for one in zip(*experts)]
+    output = reference_moe_ffn(
+        *inputs,
+        tensors[0],
+        tensors[1],
+        activation=moe.activation,
+        gate_up_bias=tensors[2],
+        down_bias=tensors[3],
+    )
+    shared = weights.shared(layer)
+    if shared is not None:
+        output = output + reference_gated_ffn(inputs[0], *shared, activation=moe.activation)
+    return output.float()
+
+
+def make_targets(
+    num_workers: int, num_targets: int, seed: int, moe: MoEConfig = MOE
+) -> list[CheckedTarget]:
+    """Targets under the planner's own plans, its layers in turn: slots are copied, reused, rebound.
 
     With an odd seed a copy of every second target is not used by the target itself, as may happen
     to plans made from the previous step's demand, but by the next.
     """
     placement = PrimaryPlacement(NUM_EXPERTS, num_workers, REDUNDANT_SLOTS)
-    experts = [WEIGHTS.expert(0, expert) for expert in range(NUM_EXPERTS)]
-    gate_up = torch.stack([tensors.gate_up for tensors in experts])
-    down = torch.stack([tensors.down for tensors in experts])
-    state, targets = LayerState.initial(placement), []
+    states, targets = [LayerState.initial(placement)] * moe.num_layers, []
     for sequence in range(num_targets):
+        layer = sequence % moe.num_layers
+        state = states[layer]
         generator = torch.Generator().manual_seed(1000 * seed + sequence)
         ids, _ = make_routing(NUM_TOKENS, NUM_EXPERTS, TOP_K, skew=4.0, seed=1000 * seed + sequence)
         # Two targets in a row prefer the same experts, so replicas are used again.
@@ -96,9 +117,9 @@ def make_targets(num_workers: int, num_targets: int, seed: int) -> list[CheckedT
         )
         if seed % 2 and sequence % 2 == 0:
             planned.slot_pairs[planned.slot_copy == 1] = 0
-        state = planned.state
+        states[layer] = planned.state
         plan = Plan(
-            Target(sequence, 0, 0),
+            Target(sequence, layer, 0),
             sequence,
             TILE_M,
             demand,
@@ -108,9 +129,7 @@ def make_targets(num_workers: int, num_targets: int, seed: int) -> list[CheckedT
             planned.slot_copy,
         )
         plan.validate(placement)
-        expected = reference_moe_ffn(
-            hidden, ids, routing_weights, gate_up, down, activation=MOE.activation
-        ).float()
+        expected = reference(moe, layer, (hidden, ids, routing_weights))
         targets.append(CheckedTarget(plan, hidden, ids.int(), routing_weights, expected))
     return targets
 
@@ -208,7 +227,7 @@ def host_executor(
     memory: TierMemory, worker: int, slots: ExpertSlots, device: CheckingWorker
 ) -> Executor:
     """The torch twin of the kernels."""
-    return HostExecutor(worker, MOE, memory.placement, slots, NUM_LANES)
+    return HostExecutor(worker, memory.moe, memory.placement, slots, NUM_LANES)
 
 
 def triton_executor(
@@ -221,7 +240,7 @@ def triton_executor(
 
     return TritonExecutor(
         worker,
-        MOE,
+        memory.moe,
         memory.plan_layout,
         slots,
         device,
@@ -254,9 +273,11 @@ class CheckedTier:
 
     Args:
         num_workers: workers.
+        moe: shapes.
+        options: more of the tier's configuration.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, moe: MoEConfig = MOE, **options: Any) -> None:
         self.num_workers = num_workers
         tier = TierConfig(
             num_workers=num_workers,
@@ -265,14 +286,15 @@ class CheckedTier:
             targets_in_flight=IN_FLIGHT,
             plan_ring_depth=16,
             timeline_events=16,
+            **options,
         )
-        self.memory = TierMemory.create(MOE, tier)
+        self.memory = TierMemory.create(moe, tier)
         self.slots = []
         for worker in range(num_workers):
-            segment = ExpertSlots.create_segment(MOE, self.memory.placement, worker)
-            self.slots.append(ExpertSlots(MOE, self.memory.placement, worker, segment))
+            segment = ExpertSlots.create_segment(moe, self.memory.placement, worker)
+            self.slots.append(ExpertSlots(moe, self.memory.placement, worker, segment))
             segment.close()
-            self.slots[-1].load_primaries(WEIGHTS)
+            self.slots[-1].load_primaries(RandomWeights(moe, integer=True))
 
     def close(self) -> None:
         """Release the memory."""

@@ -14,6 +14,7 @@ from afore_kernels.runtime.lanes import TargetBuffers
 from afore_kernels.runtime.migrator import Migrator
 from afore_kernels.runtime.worker import FfnWorker
 from tests.runtime.checked_tier import (
+    WHOLE_MOE,
     CheckedRun,
     CheckedTarget,
     CheckedTier,
@@ -67,6 +68,19 @@ def test_targets_copy_reuse_and_rebind(targets) -> None:
 
 def test_no_race_and_right_results_in_random_schedules(tiers, targets) -> None:
     check_schedules(tiers, targets, range(60))
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "options"), [(1, {}), (2, {}), (3, {"overlap_copies": False})]
+)
+def test_whole_layers_run_on_the_checking_device(num_workers, options) -> None:
+    """Two layers with biases and a shared expert; copies that every target waits for."""
+    tier = CheckedTier(num_workers, WHOLE_MOE, **options)
+    for seed in range(4):
+        targets = make_targets(num_workers, NUM_TARGETS, seed, WHOLE_MOE)
+        assert num_workers == 1 or any(target.plan.slot_copy.any() for target in targets)
+        assert tier.run(targets, seed) == CheckedRun([], [], None), seed
+    tier.close()
 
 
 @pytest.mark.slow
