@@ -30,7 +30,11 @@ from bench.harness import write_json
 Outcome = Literal["passed", "failed", "timeout", "not run"]
 
 BUDGET_S = 450
-BENCHMARKS = ("bench.gemm", "bench.partition")
+BENCHMARKS = {
+    "bench.gemm": (),
+    "bench.partition": (),
+    "bench.migration": ("--device", "cuda"),
+}
 SANITIZED_TESTS = ("tests/gemm/test_gemm_kernels.py", "-k", "sizes_that_no_block_divides")
 MARKS = ("pytest.mark.interpreter", "pytest.mark.gpu")
 MAX_PROCESSES = 8
@@ -154,14 +158,14 @@ def make_exclusive_steps(directory: Path) -> list[Step]:
             missing="" if sanitizer else "compute-sanitizer is not installed",
         )
     ]
-    for module in BENCHMARKS:
+    for module, arguments in BENCHMARKS.items():
         name = module.replace(".", "_")
         json = str(directory / f"{name}.json")
         steps.append(
             Step(
                 name=name,
-                command=(sys.executable, "-m", module, "--quick", "--json", json),
-                limit_s=90,
+                command=(sys.executable, "-m", module, *arguments, "--quick", "--json", json),
+                limit_s=80,
                 missing="" if importlib.util.find_spec(module) else f"there is no {module}",
             )
         )

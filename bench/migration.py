@@ -5,8 +5,8 @@ or on the critical path, with 1, 2 or 4 microbatches in flight. Where the copies
 plan, so every copy and GEMM is compared with the same one of the other tier. All but the step time
 is read off the timeline, see `bench.migration_events`.
 
-Run: python -m bench.migration [--trace FILE.npz] [--workers 2] [--rounds 60] [--json FILE]
-    [--plot FILE.png] [--quick]
+Run: python -m bench.migration [--trace FILE.npz] [--workers 2] [--device cpu]
+    [--rounds 60] [--json FILE] [--plot FILE.png] [--quick]
 """
 
 from __future__ import annotations
@@ -59,7 +59,17 @@ SYNTHETIC = "synthetic-128x8-even"
 TOKENS_PER_STEP, STEPS_PER_ROUND, WARMUP_ROUNDS, QUICK_ROUNDS = 64, 4, 1, 8
 # Small tiles and one redundant slot, so that replicas are replaced often; copies of 3 MB, so that
 # some outlast the all-gather and run beside a GEMM.
-MODEL = {"num_layers": 2, "hidden_size": 512, "intermediate_size": 512, "tile_m": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "cpu": {"num_layers": 2, "hidden_size": 512, "intermediate_size": 512, "tile_m": 4},
+    # GLM-4.5-Air, as in the paper.
+    "cuda": {
+        "num_layers": 2,
+        "hidden_size": 4096,
+        "intermediate_size": 1408,
+        "tile_m": 16,
+        "dtype": "bfloat16",
+    },
+}
 REDUNDANT_SLOTS = 1
 EVENTS_PER_TARGET = 12
 
@@ -83,21 +93,22 @@ class Run(NamedTuple):
     step_us: list[float]
 
 
-def load_workload(trace: Path | None, num_rounds: int) -> Workload:
+def load_workload(trace: Path | None, num_rounds: int, device: str) -> Workload:
     """Take the steps of a warm-up and `num_rounds` rounds from a trace, or else draw them."""
-    num_layers = MODEL["num_layers"]
+    model = MODELS[device]
+    num_layers = model["num_layers"]
     if trace is None:
         batches = make_workload(SYNTHETIC, concurrency=TOKENS_PER_STEP, num_layers=num_layers)
     else:
         batches = ContinuousBatching(RoutingTrace.load(trace), concurrency=TOKENS_PER_STEP)
     num_steps = (WARMUP_ROUNDS + num_rounds) * STEPS_PER_ROUND
     ids = np.stack([step[:, :num_layers] for step in itertools.islice(batches, num_steps)])
-    moe = MoEConfig(num_experts=batches.trace.num_experts, top_k=batches.trace.top_k, **MODEL)
+    moe = MoEConfig(num_experts=batches.trace.num_experts, top_k=batches.trace.top_k, **model)
     return Workload(moe, ids, split_tokens(TOKENS_PER_STEP, 1, 1))
 
 
 def run_settings(
-    workload: Workload, settings: Sequence[Setting], num_workers: int
+    workload: Workload, settings: Sequence[Setting], num_workers: int, device: str
 ) -> dict[Setting, Run]:
     """Start a tier per setting and let them take turns, round by round, in random order."""
     weights = RandomWeights(workload.moe)
@@ -112,6 +123,7 @@ def run_settings(
             ]
             config = TierConfig(
                 num_workers=num_workers,
+                device=device,
                 max_tokens_per_rank=rounds[0].max_tokens_per_rank,
                 redundant_slots=REDUNDANT_SLOTS,
                 overlap_copies=setting.overlap_copies,
@@ -302,6 +314,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--trace", type=Path, help="recorded routing, else synthetic")
     parser.add_argument("--workers", type=int, default=2, help="FFN workers (default: 2)")
+    parser.add_argument("--device", choices=MODELS, default="cpu", help="of the workers")
     parser.add_argument("--rounds", type=int, default=60, help="of 4 steps each (default: 60)")
     parser.add_argument("--json", help="write the results to this file")
     parser.add_argument("--plot", type=Path, help="PNG of Figure 11")
@@ -316,9 +329,9 @@ def main() -> None:
     torch.set_num_threads(1)
     command = shlex.join(["python", "-m", "bench.migration", *sys.argv[1:]])
     load = [os.getloadavg()[0]]
-    workload = load_workload(options.trace, options.rounds)
+    workload = load_workload(options.trace, options.rounds, options.device)
     settings = [Setting(overlap, n) for overlap in (False, True) for n in counts]
-    runs = run_settings(workload, settings, options.workers)
+    runs = run_settings(workload, settings, options.workers, options.device)
     load.append(os.getloadavg()[0])
     name = SYNTHETIC if options.trace is None else options.trace.stem
     title = f"{name}, {options.workers} workers, copies {settings[-1]}"
@@ -338,6 +351,7 @@ def main() -> None:
             "load_average": load,
             "workload": name,
             "workers": options.workers,
+            "device": options.device,
             "tokens_per_step": TOKENS_PER_STEP,
             "redundant_slots": REDUNDANT_SLOTS,
             "moe": asdict(moe),

@@ -87,7 +87,8 @@ def test_missing_tool_is_said_and_is_no_failure(tmp_path: Path) -> None:
 
 def test_every_benchmark_writes_its_own_json(tmp_path: Path) -> None:
     steps = {step.name: step for step in make_exclusive_steps(tmp_path)}
-    assert set(steps) == {"memcheck", "bench_gemm", "bench_partition"}
+    assert set(steps) == {"memcheck", "bench_gemm", "bench_partition", "bench_migration"}
+    assert "cuda" in steps["bench_migration"].command
     assert steps["bench_partition"].command[-1] == str(tmp_path / "bench_partition.json")
     assert not steps["bench_partition"].missing
 
