@@ -18,7 +18,7 @@ import torch
 from afore_kernels.config import Activation, MoEConfig, TierConfig
 from afore_kernels.gemm.reference import reference_gated_ffn, reference_moe_ffn
 from afore_kernels.partition.demand import count_demand
-from afore_kernels.plan import Plan, PrimaryPlacement, Target
+from afore_kernels.plan import Plan, PrimaryPlacement, Rejection, Target
 from afore_kernels.runtime.collectives import Collectives
 from afore_kernels.runtime.cost import CostModel
 from afore_kernels.runtime.devices import Buffer
@@ -35,7 +35,7 @@ from afore_kernels.runtime.plan_ring import PlanReader
 from afore_kernels.runtime.planner import Limits, plan_microbatch
 from afore_kernels.runtime.shared import advance, count
 from afore_kernels.runtime.timeline import Track
-from afore_kernels.runtime.transports.local import OK, LocalTransport, Outcome
+from afore_kernels.runtime.transports.local import OK, LocalTransport, Outcome, ReplyStatus
 from afore_kernels.runtime.weights import ExpertSlots, RandomWeights
 from afore_kernels.runtime.worker import FfnWorker
 from afore_kernels.testing import make_routing
@@ -57,13 +57,32 @@ WHOLE_MOE = replace(MOE, num_layers=2, shared_intermediate_size=6, has_bias=True
 
 
 class CheckedTarget(NamedTuple):
-    """A plan, its input, and what comes out, [num_tokens, H]."""
+    """A plan, its input, what comes out, [num_tokens, H], and whether it does."""
 
     plan: Plan
     hidden: torch.Tensor
     expert_ids: torch.Tensor
     routing_weights: torch.Tensor
     expected: torch.Tensor
+    outcome: Outcome = OK
+
+    def rejected(self) -> CheckedTarget:
+        """The target as the scheduler rejects it: nobody runs it."""
+        plan = self.plan
+        nothing = replace(
+            plan.without_replicas(),
+            demand=np.zeros_like(plan.demand),
+            rank_tokens=np.zeros_like(plan.rank_tokens),
+            rejection=Rejection.BAD_DEMAND,
+            rejected_rank=0,
+        )
+        return self._replace(plan=nothing, outcome=Outcome(ReplyStatus.BAD_DEMAND, 0))
+
+    def mismatched(self) -> CheckedTarget:
+        """The target with an input that is not the one it was planned for."""
+        expert_ids = (self.expert_ids + 1) % NUM_EXPERTS
+        outcome = Outcome(ReplyStatus.COUNT_MISMATCH)
+        return self._replace(expert_ids=expert_ids, outcome=outcome)
 
 
 def reference(moe: MoEConfig, layer: int, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -380,24 +399,28 @@ class CheckedTier:
         for i in range(len(targets) + IN_FLIGHT):
             if i >= IN_FLIGHT:
                 target = targets[i - IN_FLIGHT]
-                if not torch.equal(self._take(transport, device, i - IN_FLIGHT), target.expected):
+                outcome, output = self._take(transport, device, i - IN_FLIGHT)
+                is_right = outcome != OK or torch.equal(output, target.expected)
+                if outcome != target.outcome or not is_right:
                     wrong.append(i - IN_FLIGHT)
                 device.release(("taken", i - IN_FLIGHT))
                 self._num_taken = i - IN_FLIGHT + 1
             if i < len(targets):
-                plan, *inputs, _ = targets[i]
+                plan, *inputs = targets[i][:4]
                 device.touch(writes=[Buffer("input", (0, i % IN_FLIGHT))])
                 for rows, tensor in zip(transport.input_rows(0, i, NUM_TOKENS), inputs):
                     rows.copy_(tensor)
                 device.release(("input", i))
                 transport.send(0, i, plan.target, NUM_TOKENS)
 
-    def _take(self, transport: LocalTransport, device: CheckingDevice, i: int) -> torch.Tensor:
+    def _take(
+        self, transport: LocalTransport, device: CheckingDevice, i: int
+    ) -> tuple[Outcome | None, torch.Tensor]:
         ready = self.memory.arrays["reply_ready"]
         for worker in range(self.num_workers):
             device.wait_until(lambda w=worker: count(ready, w) > i, f"reply {i}")
             device.acquire(("reply", worker, i))
-        assert transport.wait_reply(0, i, deadline_after(20)) == OK
+        outcome = transport.wait_reply(0, i, deadline_after(20))
         names = [Buffer("reply", (0, i % IN_FLIGHT, w)) for w in range(self.num_workers)]
         device.touch(reads=names)
-        return transport.output_rows(0, i, NUM_TOKENS).clone()
+        return outcome, transport.output_rows(0, i, NUM_TOKENS).clone()

@@ -12,6 +12,7 @@ import pytest
 
 from afore_kernels.runtime.lanes import TargetBuffers
 from afore_kernels.runtime.migrator import Migrator
+from afore_kernels.runtime.transports.local import OK
 from afore_kernels.runtime.worker import FfnWorker
 from tests.runtime.checked_tier import (
     WHOLE_MOE,
@@ -80,6 +81,19 @@ def test_whole_layers_run_on_the_checking_device(num_workers, options) -> None:
         targets = make_targets(num_workers, NUM_TARGETS, seed, WHOLE_MOE)
         assert num_workers == 1 or any(target.plan.slot_copy.any() for target in targets)
         assert tier.run(targets, seed) == CheckedRun([], [], None), seed
+    tier.close()
+
+
+def test_rejected_and_mismatched_targets_leave_the_others_right() -> None:
+    tier = CheckedTier(2, WHOLE_MOE)
+    for seed in range(4):
+        # The rejected one is the last: plans after it would count on its copies.
+        targets = make_targets(2, NUM_TARGETS, seed, WHOLE_MOE)
+        targets[3], targets[-1] = targets[3].mismatched(), targets[-1].rejected()
+        assert tier.run(targets, seed) == CheckedRun([], [], None), seed
+        # What a test that cannot fail would not see.
+        targets[3] = targets[3]._replace(outcome=OK)
+        assert tier.run(targets, seed).wrong == [3]
     tier.close()
 
 
