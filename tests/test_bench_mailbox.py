@@ -44,7 +44,7 @@ def test_every_worker_sees_every_plan(tmp_path):
         for row in measured.values():
             assert row["samples"] == NUM_TARGETS
             assert row["reads"] == NUM_TARGETS * NUM_WORKERS
-            assert 0 < row["planning_us"] < row["p99_us"]
+            assert row["planning_us"] > 0
             assert row["median_us"] <= row["p99_us"]
             assert row["link"] in result.stdout
         assert measured["shared memory (afore)"]["ratio"] == 1
