@@ -114,12 +114,13 @@ class Threads:
             )
             self.runs.append(background(worker.run))
 
-    def publish(self, plan: Plan) -> None:
-        """Publish a plan as the scheduler does."""
+    def publish(self, *plans: Plan) -> None:
+        """Publish plans as the scheduler does, all at once."""
         records = self.memory.arrays["plan_records"]
-        records[plan.sequence % len(records)] = self.memory.plan_layout.pack(plan)
+        for plan in plans:
+            records[plan.sequence % len(records)] = self.memory.plan_layout.pack(plan)
         published = self.memory.arrays["plans_published"]
-        advance(published, 0, plan.sequence + 1, self.memory.bell(PLAN_BELL))
+        advance(published, 0, plans[-1].sequence + 1, self.memory.bell(PLAN_BELL))
 
     def submit(self, plan: Plan, inputs: tuple[torch.Tensor, ...]) -> None:
         """Send rank 0's input of a plan's target."""
@@ -213,8 +214,8 @@ def test_copy_into_a_slot_in_use_is_refused(make_memory, background) -> None:  #
     threads = Threads(memory, [FfnWorker] * NUM_WORKERS, background)
     first, _ = make_target(memory, 0)
     assert (first.slot_pairs > 0).any()
-    threads.publish(first)
-    threads.publish(replace(first, sequence=1))
+    # At once: a worker that waits for the first's input reads no plan meanwhile.
+    threads.publish(first, replace(first, sequence=1))
     with pytest.raises(InfeasiblePlanError, match="copies into worker"):
         threads.runs[0].result(20)
 
