@@ -21,6 +21,8 @@ from afore_kernels.gemm.select import SelectPath, select_pairs
 from afore_kernels.partition.expand import PlanDefect, expand_plan_kernel
 from afore_kernels.plan import PlanLayout
 
+STATUS_WORDS = 3
+
 
 class PlanStatus(NamedTuple):
     """What the device found; the result is the target's only if the last two say so.
@@ -35,6 +37,14 @@ class PlanStatus(NamedTuple):
     num_invalid: int
     mismatched_expert: int
     defect: PlanDefect
+
+    @classmethod
+    def from_words(cls, words: torch.Tensor) -> Self:
+        """Read `DevicePlan.status`, int32 [STATUS_WORDS]; waits for a device that holds it."""
+        num_invalid, mismatched_expert, defect = words.tolist()
+        if mismatched_expert == INT32_MAX:
+            mismatched_expert = -1
+        return cls(num_invalid, mismatched_expert, PlanDefect(defect))
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +64,7 @@ class DevicePlan:
         slot_of_expert: slot of each expert, int32 [num_experts], -1 for an expert without one.
         demand: pairs of each expert under the plan, int32 [num_experts].
         sequence: of the plan, int64 [1].
-        status: what `read_status` reads, int32 [3].
+        status: what `read_status` reads, int32 [STATUS_WORDS].
     """
 
     layout: PlanLayout
@@ -100,7 +110,7 @@ class DevicePlan:
             slot_of_expert=empty(num_experts),
             demand=empty(num_experts),
             sequence=empty(1, torch.int64),
-            status=empty(3),
+            status=empty(STATUS_WORDS),
         )
 
     def expand(self, record: torch.Tensor) -> None:
@@ -174,7 +184,4 @@ class DevicePlan:
 
     def read_status(self) -> PlanStatus:
         """Copy the status to the host; waits for the device."""
-        num_invalid, mismatched_expert, defect = self.status.tolist()
-        if mismatched_expert == INT32_MAX:
-            mismatched_expert = -1
-        return PlanStatus(num_invalid, mismatched_expert, PlanDefect(defect))
+        return PlanStatus.from_words(self.status)

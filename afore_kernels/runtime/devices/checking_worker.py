@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
 
-from afore_kernels.runtime.devices import Buffer, Stamp, Stream, TensorCopy
+from afore_kernels.runtime.devices import Buffer, Stream
 from afore_kernels.runtime.devices.checking import CheckingDevice, CheckingStream
+from afore_kernels.runtime.devices.cpu import HostMemoryDevice
 
 _POISON = 0x7F  # no expert id, and a NaN or a huge number as a weight
 
 
-class CheckingWorker:
+class CheckingWorker(HostMemoryDevice):
     """The device of one of several workers on a checking device.
 
     Like a GPU's, its streams are behind the host, and replies have a stream of their own.
@@ -22,8 +22,6 @@ class CheckingWorker:
         device: that all workers share.
         worker: this worker.
     """
-
-    torch_device = torch.device("cpu")
 
     def __init__(self, device: CheckingDevice, worker: int) -> None:
         self._device = device
@@ -45,16 +43,6 @@ class CheckingWorker:
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Allocate uint8 [num_bytes]."""
         return torch.full((num_bytes,), _POISON, dtype=torch.uint8)
-
-    def copy(self, copies: Sequence[TensorCopy]) -> None:
-        """Copy one after another."""
-        for destination, source in copies:
-            destination.copy_(source)
-
-    def stamp(self, stream: Stream) -> Stamp:
-        """Take the time now: schedules have no durations."""
-        now_ns = time.monotonic_ns()
-        return lambda: now_ns
 
     def touch(self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
         """Note the accesses."""

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -37,6 +38,16 @@ class CpuEvent:
         return passed
 
 
+def await_event(event: Event, timeout_s: float) -> None:
+    """Block the host until `event`.
+
+    Raises:
+        PeerLost: if it does not come within the timeout.
+    """
+    if not event.wait(timeout_s):
+        raise PeerLost(f"an event did not come within {timeout_s} s")
+
+
 class InlineStream:
     """Runs work at once in the calling thread, so every event it records has already passed."""
 
@@ -65,8 +76,7 @@ class InlineStream:
         Raises:
             PeerLost: if it does not come within the timeout.
         """
-        if not event.wait(self._timeout_s):
-            raise PeerLost(f"an event did not come within {self._timeout_s} s")
+        await_event(event, self._timeout_s)
 
     def close(self) -> None:
         """Nothing is pending."""
@@ -100,12 +110,7 @@ class ThreadStream:
 
     def wait_event(self, event: Event) -> None:
         """Hold later work until `event`."""
-
-        def wait() -> None:
-            if not event.wait(self._timeout_s):
-                raise PeerLost(f"an event did not come within {self._timeout_s} s")
-
-        self.submit(wait)
+        self.submit(partial(await_event, event, self._timeout_s))
 
     def close(self) -> None:
         """Finish the submitted work and end the thread."""
@@ -120,14 +125,28 @@ class ThreadStream:
                 self._error = error
 
 
-class CpuDevice:
+class HostMemoryDevice:
+    """What devices share whose tensors are in host memory, whatever their streams are."""
+
+    torch_device = torch.device("cpu")
+
+    def copy(self, copies: Sequence[TensorCopy]) -> None:
+        """Copy one after another."""
+        for destination, source in copies:
+            destination.copy_(source)
+
+    def stamp(self, stream: Stream) -> Stamp:
+        """Take the time now: what is submitted inline has run by then."""
+        now_ns = time.monotonic_ns()
+        return lambda: now_ns
+
+
+class CpuDevice(HostMemoryDevice):
     """A worker's share of the CPU; its work is host work, so streams are their own completions.
 
     Args:
         timeout_s: longest wait for an event.
     """
-
-    torch_device = torch.device("cpu")
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -147,16 +166,6 @@ class CpuDevice:
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Allocate uint8 [num_bytes]."""
         return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def copy(self, copies: Sequence[TensorCopy]) -> None:
-        """Copy one after another."""
-        for destination, source in copies:
-            destination.copy_(source)
-
-    def stamp(self, stream: Stream) -> Stamp:
-        """Take the time now: work of the model stream has run by then."""
-        now_ns = time.monotonic_ns()
-        return lambda: now_ns
 
     def touch(self, *, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()) -> None:
         """Nothing to note."""

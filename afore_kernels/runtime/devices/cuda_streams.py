@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from afore_kernels.errors import PeerLost
 from afore_kernels.runtime.devices import Buffer, Event, Stamp
+from afore_kernels.runtime.devices.cpu import await_event
 
 if TYPE_CHECKING:
     from afore_kernels.runtime.devices.cuda import CudaDevice
@@ -100,8 +101,8 @@ class CudaStream:
         """
         if isinstance(event, CudaEvent):
             self._stream.wait_event(event.event)
-        elif not event.wait(self._timeout_s):
-            raise PeerLost(f"an event did not come within {self._timeout_s} s")
+        else:
+            await_event(event, self._timeout_s)
 
     def close(self) -> None:
         """Wait for the submitted work; torch keeps the stream itself for its next user.

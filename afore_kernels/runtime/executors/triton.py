@@ -12,14 +12,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from afore_kernels.config import INT32_MAX, MoEConfig
+from afore_kernels.config import MoEConfig
 from afore_kernels.errors import InfeasiblePlanError
 from afore_kernels.gemm.activation import gated_activation
 from afore_kernels.gemm.device_tiles import DeviceTiles
 from afore_kernels.gemm.launch import LaunchConfig
 from afore_kernels.gemm.quant import ExpertWeight
 from afore_kernels.gemm.triton_executor import Workspace, run_expert_ffn
-from afore_kernels.partition.device_plan import DevicePlan
+from afore_kernels.partition.device_plan import STATUS_WORDS, DevicePlan, PlanStatus
 from afore_kernels.partition.expand import PlanDefect
 from afore_kernels.partition.intervals import pair_intervals
 from afore_kernels.plan import Plan, PlanLayout
@@ -29,7 +29,6 @@ from afore_kernels.runtime.executors.graphs import GraphCache
 from afore_kernels.runtime.gather import Gathered
 from afore_kernels.runtime.weights import ExpertSlots
 
-_STATUS_WORDS = 3
 _ROW_STEPS = 8
 
 
@@ -77,7 +76,7 @@ class TritonExecutor:
             device.host_buffer(layout.record_bytes).view(torch.int32) for _ in range(num_lanes)
         ]
         self._statuses = [
-            device.host_buffer(4 * _STATUS_WORDS).view(torch.int32) for _ in range(num_lanes)
+            device.host_buffer(4 * STATUS_WORDS).view(torch.int32) for _ in range(num_lanes)
         ]
         self._record = torch.empty(layout.record_bytes // 4, dtype=torch.int32, device=where)
         self._plan = DevicePlan.allocate(layout, worker, moe.tile_m, max_pairs, where)
@@ -127,12 +126,12 @@ class TritonExecutor:
         Raises:
             InfeasiblePlanError: if the device refused the plan.
         """
-        _, mismatched, defect = self._statuses[lane].tolist()
-        if defect != PlanDefect.NONE:
+        status = PlanStatus.from_words(self._statuses[lane])
+        if status.defect is not PlanDefect.NONE:
             raise InfeasiblePlanError(
-                f"worker {self._worker} cannot run the plan: {PlanDefect(defect).name}"
+                f"worker {self._worker} cannot run the plan: {status.defect.name}"
             )
-        return -1 if mismatched == INT32_MAX else int(mismatched)
+        return status.mismatched_expert
 
     def _tiles_of(self, num_pairs: int) -> DeviceTiles:
         tiles = self._tiles
