@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from afore_kernels.config import Activation, MoEConfig, TierConfig
-from afore_kernels.gemm.reference import reference_gated_ffn, reference_moe_ffn
 from afore_kernels.partition.demand import count_demand
 from afore_kernels.plan import Plan, PrimaryPlacement, Rejection, Target
 from afore_kernels.runtime.collectives import Collectives
@@ -39,6 +38,7 @@ from afore_kernels.runtime.transports.local import OK, LocalTransport, Outcome, 
 from afore_kernels.runtime.weights import ExpertSlots, RandomWeights
 from afore_kernels.runtime.worker import FfnWorker
 from afore_kernels.testing import make_routing
+from tests.runtime.dense_reference import reference_layer
 
 NUM_EXPERTS, NUM_TOKENS, TOP_K, TILE_M, IN_FLIGHT = 8, 96, 2, 16, 3
 REDUNDANT_SLOTS = 1
@@ -85,25 +85,6 @@ class CheckedTarget(NamedTuple):
         return self._replace(expert_ids=expert_ids, outcome=outcome)
 
 
-def reference(moe: MoEConfig, layer: int, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Dense reference of one layer, routed and shared experts."""
-    weights = RandomWeights(moe, integer=True)
-    experts = [weights.expert(layer, expert) for expert in range(NUM_EXPERTS)]
-    tensors = [None if one[0] is None else torch.stack(list(one)) for one in zip(*experts)]
-    output = reference_moe_ffn(
-        *inputs,
-        tensors[0],
-        tensors[1],
-        activation=moe.activation,
-        gate_up_bias=tensors[2],
-        down_bias=tensors[3],
-    )
-    shared = weights.shared(layer)
-    if shared is not None:
-        output = output + reference_gated_ffn(inputs[0], *shared, activation=moe.activation)
-    return output.float()
-
-
 def make_targets(
     num_workers: int, num_targets: int, seed: int, moe: MoEConfig = MOE
 ) -> list[CheckedTarget]:
@@ -148,7 +129,8 @@ def make_targets(
             planned.slot_copy,
         )
         plan.validate(placement)
-        expected = reference(moe, layer, (hidden, ids, routing_weights))
+        inputs = hidden, ids, routing_weights
+        expected = reference_layer(moe, RandomWeights(moe, integer=True), layer, inputs)
         targets.append(CheckedTarget(plan, hidden, ids.int(), routing_weights, expected))
     return targets
 

@@ -26,8 +26,8 @@ from afore_kernels.errors import (
     ReplyTimeout,
     ShapeError,
 )
-from afore_kernels.gemm.reference import reference_gated_ffn, reference_moe_ffn
 from afore_kernels.runtime.weights import RandomWeights
+from tests.runtime.dense_reference import reference_layer
 
 pytestmark = pytest.mark.multiprocess
 
@@ -81,21 +81,7 @@ def routing(num_tokens: int, seed: int) -> Routing:
 
 def reference(layer: int, inputs: Routing) -> torch.Tensor:
     """Dense reference of one layer, routed and shared experts."""
-    experts = [WEIGHTS.expert(layer, e) for e in range(MOE.num_experts)]
-    gate_up, down, gate_up_bias, down_bias = (
-        torch.stack([tensors[i] for tensors in experts]) for i in range(4)
-    )
-    routed = reference_moe_ffn(
-        *inputs,
-        gate_up,
-        down,
-        activation=MOE.activation,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-    )
-    shared = WEIGHTS.shared(layer)
-    assert shared is not None
-    return (routed + reference_gated_ffn(inputs[0], *shared, activation=MOE.activation)).float()
+    return reference_layer(MOE, WEIGHTS, layer, inputs)
 
 
 def tier_config(num_workers: int, **options: object) -> TierConfig:

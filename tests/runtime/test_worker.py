@@ -12,7 +12,6 @@ import torch
 
 from afore_kernels.config import Activation
 from afore_kernels.errors import InfeasiblePlanError, PeerLost
-from afore_kernels.gemm.reference import reference_moe_ffn
 from afore_kernels.partition.demand import count_demand
 from afore_kernels.plan import Plan, Target
 from afore_kernels.runtime.collectives import Collectives
@@ -29,6 +28,7 @@ from afore_kernels.runtime.transports.local import OK, LocalTransport
 from afore_kernels.runtime.weights import ExpertSlots, RandomWeights
 from afore_kernels.runtime.worker import FfnWorker
 from afore_kernels.testing import make_routing, random_plan
+from tests.runtime.dense_reference import reference_layer
 
 NUM_WORKERS, NUM_EXPERTS, NUM_TOKENS, TILE_M = 3, 7, 24, 4
 MOE = {
@@ -136,11 +136,7 @@ class Threads:
 
     def expected(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Dense reference."""
-        experts = [self.weights.expert(0, e) for e in range(NUM_EXPERTS)]
-        gate_up = torch.stack([e.gate_up for e in experts])
-        down = torch.stack([e.down for e in experts])
-        activation = self.memory.moe.activation
-        return reference_moe_ffn(*inputs, gate_up, down, activation=activation).float()
+        return reference_layer(self.memory.moe, self.weights, 0, inputs)
 
 
 def make_target(memory: TierMemory, sequence: int) -> tuple[Plan, tuple[torch.Tensor, ...]]:
